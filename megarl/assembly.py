@@ -105,7 +105,7 @@ class Run:
 
     @property
     def exports_at_end(self) -> bool:
-        """Whether the weights are exported: not in a replay that ends earlier than `train.steps`, as the recorded run did."""
+        """True if the run ends with an export. A replay of a run that ended before `train.steps` has none."""
         whole = self.last_step == self.recipe.train.steps and not self.is_cut_off(self.last_step)
         return self.recipe.train.export_at_end and whole
 

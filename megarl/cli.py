@@ -156,7 +156,7 @@ def doctor(
     return look(Path(recipe) if recipe else None, overrides or [], as_json=as_json, nodes=nodes)
 
 
-app.command(name="engines", context_settings={"ignore_unknown_options": True})(engines_command)  # -1 is no option
+app.command(name="engines", context_settings={"ignore_unknown_options": True})(engines_command)  # -1 is an argument
 
 
 @app.command()

@@ -82,7 +82,7 @@ class SampleProcess:
         return _outcome(done, timeout)
 
     async def finish(self, with_rewards: bool) -> float:
-        """End the tools, and return the sum of their rewards; 0 for tools whose state was lost. Raises ToolUnavailable."""
+        """End the tools, and return the sum of their rewards; a tool that lost its state has reward 0. Raises ToolUnavailable."""
         reward = 0.0
         while self._started and not self._lost:
             name = self._started.pop(0)

@@ -71,7 +71,7 @@ def expand(plan: Plan, sizes: Sequence[int]) -> Plan:
 
 
 def split_evenly(count: int, parts: int) -> list[range]:
-    """Split `count` ordered items into at most `parts` runs whose sizes differ by at most one, without empty runs."""
+    """Split `count` ordered items into at most `parts` runs. No run is empty, and their sizes differ by at most one."""
     parts = min(parts, count)
     bounds = [count * part // parts for part in range(parts + 1)] if parts else [0]
     return [range(start, end) for start, end in itertools.pairwise(bounds)]

@@ -104,7 +104,7 @@ class Checkpoints:
         self.stop.check()
 
     def _keeps_others(self, step: int) -> bool:
-        """Whether a checkpoint of `step` would have the weights of an earlier one, and might displace a better one."""
+        """Return whether a checkpoint of `step` would have the weights of an earlier one, and might displace a better one."""
         return self.skipped.keeps_checkpoints or self.rolled_back_step == step
 
     def _save_at_stop(self, prepare: Callable[[], None], cause: str, limit: str = "") -> None:
@@ -212,7 +212,7 @@ class Checkpoints:
         norms.
 
         prepare: set if the run ends now. Then do not wait for running groups, and call it before the weights are saved: it
-        may end engines, whose samples the state contains.
+        may end engines, and the state contains their samples.
         """
         if prepare is None:
             with self.log.phase("drain"):

@@ -36,7 +36,7 @@ class SkippedSteps:
         self._streaks: dict[str, Streak] = {}
 
     def restore_norms(self, norms: Mapping[str, Iterable[float]]) -> None:
-        """Replace the gradient norms by those of a checkpoint. norms: by role; empty in checkpoints of older versions."""
+        """Restore the gradient norms from a checkpoint. norms: by role; empty in checkpoints of older versions."""
         for role, of_role in self.norms.items():
             of_role.restore(norms.get(role, ()))
 

@@ -153,7 +153,7 @@ class Cluster(Protocol):
     ) -> Service:
         """Start a process that sees `devices` devices of one machine and constructs ``class_path(*args)``.
 
-        replaces: a service whose devices the new one takes; what is left of its process is killed first. If its machine has left
+        replaces: an earlier service. Its process is killed if it still runs, and the new one takes its devices. If its machine has left
         the cluster, the new one takes free devices of another; raises MachineLost if there are none. essential: the run
         cannot continue without it, so that `check` raises if it ends. A stopped process (SIGSTOP) that is not essential is killed.
         additional: beyond the reservation; it takes free devices of a machine, and raises MachineLost if there are none.

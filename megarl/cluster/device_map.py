@@ -156,7 +156,7 @@ class DeviceMap:
         return [sum(machine == number for machine, _ in slots) for number in range(machines)]
 
     def parts(self, *, separate_engines: bool) -> list[list[Slot]]:
-        """Return all slots, sorted; separate_engines: those of each rollout engine as a further list."""
+        """Return all slots, sorted; separate_engines: the slots of each rollout engine form a further list."""
         engines = [] if separate_engines else self.engines
         rest = {*self.trainers, *self.critics, *(slot for engine in [*engines, *self.fixed] for slot in engine)}
         return [sorted(rest), *([sorted(engine) for engine in self.engines] if separate_engines else [])]

@@ -124,7 +124,7 @@ class ServiceDied(ClusterError):
 
 
 class TooFewEngines(ServiceDied):
-    """So many engines have died that the run cannot go on (`rollout.min_engines`)."""
+    """Fewer engines than `rollout.min_engines` are alive, so the run cannot go on."""
 
 
 class MachineLost(ProcessFailure):

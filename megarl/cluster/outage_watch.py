@@ -17,7 +17,7 @@ class ServiceOutage(RuntimeError):
 
 
 class ReportingEngine(Protocol):
-    """An engine of the policy, whose process calls services."""
+    """An engine of the policy. Its process calls services."""
 
     service: Service
 

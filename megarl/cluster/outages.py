@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds before a first repetition, of a probe or a call; at most
-ROWS = 2  # rows whose calls fail without an answer in between are an outage, for a service without a probe
+ROWS = 2  # rows with failed calls, and no answer in between, that make an outage of a service without a probe
 
 
 def wait_before(repetition: int) -> float:

@@ -2,7 +2,7 @@
 
 A stopped process keeps its memory, device and connections, so the run would hang until a collective of the other ranks
 times out (`cluster.timeout`). A process on the same machine reads the trainers' states from /proc, which tells a stopped
-trainer from one that is busy or whose threads hang. This watch cannot read the states of a lost machine; Ray reports the
+trainer from one that is busy or has hung threads. This watch cannot read the states of a lost machine; Ray reports the
 machine's processes as dead.
 """
 

@@ -26,7 +26,7 @@ def find_controller(directory: Path) -> tuple[int, int]:
 
 
 def unreachable(directory: Path, pid: int, error: OSError) -> InputError:
-    """Return the error of a command whose controller's socket cannot be opened."""
+    """Return the error of a command that cannot open the socket of the run's controller."""
     return InputError(
         f"the controller of the run in {directory} (pid {pid}) cannot be reached: {error}. Start the command in the same "
         "container and as the same user. A run answers once it has connected to its cluster."

@@ -47,9 +47,9 @@ class Start:
 
 
 def replay(run: Path, name: str | None, overrides: Sequence[str]) -> int:
-    """Repeat `run` in a new directory beside it, one `megarl train` for each of its starts, and compare the metrics.
+    """Repeat `run` in a new directory next to it, one `megarl train` for each of its starts, and compare the metrics.
 
-    name: of the new run, or its path; None: that of `run` with `-replay`. Returns the exit status: 1 if a metric differs or a
+    name: of the new run, or its path; None: the name of `run` with `-replay`. Returns the exit status: 1 if a metric differs or a
     step of the repeated starts is missing; the training's status if a training fails.
     """
     with as_input_error():
@@ -135,7 +135,7 @@ def starts_of(recorded: RunDirectory, overrides: Sequence[str]) -> list[Start]:
 
 
 def steps_of(recorded: RunDirectory, plan: ReplayPlan) -> range:
-    """Return the steps of a plan whose metrics it repeats."""
+    """Return the steps that the plan repeats with their metrics."""
     last_step = plan.last_step
     if last_step is None:
         last_step = read_recipe(recipe_file(recorded.tape, plan.segment.number)).recipe.train.steps
@@ -209,7 +209,7 @@ def compare(recorded: RunDirectory, target: RunDirectory, starts: Sequence[Start
         for text in differing[:_SHOWN]:
             print(f"  {text}")
     elif common:
-        print(f"{len(common)} lines of metrics are equal to the last bit (times, rates and memory left out)")
+        print(f"{len(common)} lines of metrics are bitwise equal (times, rates and memory left out)")
     else:
         print("no line of metrics could be compared")
     return 1 if differing or missing or not common else 0

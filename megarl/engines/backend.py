@@ -1,4 +1,4 @@
-"""What an engine needs of an inference library."""
+"""Interface between an engine and its inference library."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def is_begun(request: GenerationRequest) -> bool:
 
 
 def library_requests(request: GenerationRequest) -> list[tuple[int | None, GenerationRequest]]:
-    """Split a request into those of the inference library, which has neither partials nor greedy samples in a group.
+    """Split a request into requests to the inference library, which has neither partials nor greedy samples in a group.
 
     Each has the index of its sample; None: it samples all but the greedy one. A begun request is one for the rest of each
     unfinished sample.
@@ -109,7 +109,7 @@ def continued(partial: Partial, rest: Completion) -> Completion:
 
 
 def joined_spans(spans: tuple[Span, ...], length: int, rest: tuple[Span, ...]) -> tuple[Span, ...]:
-    """Return the spans of a sample whose first `length` tokens have `spans`, and `rest` follows."""
+    """Return the spans of a sample: `spans` for its first `length` tokens, then `rest`."""
     moved = [Span(length + span.start, span.version) for span in rest]
     if spans and moved and moved[0].version == spans[-1].version:
         del moved[0]

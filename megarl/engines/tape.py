@@ -232,7 +232,7 @@ class StepTape(Generic[C]):
 
     @property
     def waits(self) -> bool:
-        """Whether an event of this step has not arrived, so that the engine must not step."""
+        """True if an event of this step has not arrived, so that the engine must not step."""
         return bool(self._recorded) and self._recorded[0][0] == self.steps  # type: ignore[index]
 
     def check_idle(self) -> None:

@@ -177,8 +177,8 @@ def recorded_commits(recipe: Recipe) -> Commits:
         except (ValueError, AttributeError):
             pass
         raise ValueError(
-            f"{file} is damaged, so the commits of the run's models and data are unknown: take them from recipe.resolved.yaml "
-            "beside it into the recipe, and delete the file"
+            f"{file} is damaged, so the commits of the run's models and data are unknown: copy them from recipe.resolved.yaml "
+            "in the same directory into the recipe, and delete the file"
         )
     return {}
 

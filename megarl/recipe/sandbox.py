@@ -1,4 +1,4 @@
-"""The recipe's section `sandbox`: limits of programs from the policy. The defaults are those of `megarl.sandbox.base.Limits`."""
+"""The recipe's section `sandbox`: limits of programs from the policy. The defaults equal `megarl.sandbox.base.Limits`."""
 
 from __future__ import annotations
 

@@ -304,7 +304,7 @@ class TrainConfig:
     )
     replay: Optional[str] = key(
         None,
-        "Directory of a run to repeat. Requests, updates of the weights and batches follow that run's `tape/`, so a run with `rollout.at_update` finish, refresh or keep gives the same numbers again, to the last bit on a CPU in float32. `megarl replay` starts it. Not set: no replay.",
+        "Directory of a run to repeat. Requests, updates of the weights and batches follow that run's `tape/`, so a run with `rollout.at_update` finish, refresh or keep gives the same numbers again, bitwise equal on a CPU in float32. `megarl replay` starts it. Not set: no replay.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Objects between the two processes of statement_runner.py: each process calls those of the other over a pipe.
+"""Objects shared by the two processes of statement_runner.py: each process calls the other's objects over a pipe.
 
 Runs in the sandbox.
 """
@@ -167,7 +167,7 @@ def remote_behind(value: Any) -> Remote | None:
 
 
 def shadow(plain: Any, remote: Remote) -> Any:
-    """Return `plain` as an object of a subclass, whose further attributes are those of `remote`."""
+    """Return `plain` as an object of a subclass; `remote` provides its further attributes."""
     members = {"_remote": remote, "__getattr__": lambda self, name: getattr(remote, name)}
     return type(type(plain).__name__, (type(plain),), members)(plain)
 

@@ -38,7 +38,7 @@ _KEPT_LIBRARIES = (  # noqa: SIM905
 ).split()
 KEPT = frozenset([*dir(builtins), *_KEPT_LIBRARIES])
 MODULES = sys.stdlib_module_names
-RENAMED = {("numpy", "np"), ("pandas", "pd")}  # imports whose other name is kept, too
+RENAMED = {("numpy", "np"), ("pandas", "pd")}  # aliases that are imported, although `KEPT` has them
 # A function may have the name of a class or function of Python, except these, if its statement needs nothing else.
 COMPARING = frozenset(
     "set frozenset sorted list tuple dict len abs round all any isinstance str int float bool type repr map zip".split()  # noqa: SIM905
@@ -90,7 +90,7 @@ def prelude() -> dict[str, Any]:
 def imported(program: str, names: dict[str, Any]) -> dict[str, Any]:
     """Return what the program imports under its usual name, imported before the program could change anything.
 
-    `names`: those of the prelude, which keep their meaning.
+    `names`: the prelude's names, which keep their meaning.
     """
     # not the working directory: the program can write libraries into it
     sys.path[:] = [folder for folder in sys.path if folder not in ("", "/")]
@@ -130,7 +130,7 @@ class StatementRewriter(ast.NodeTransformer):
 
 
 def global_names(module: types.CodeType) -> tuple[set[str], set[str]]:
-    """Return the global names that the module's code reads, and those that it sets. Local variables are in neither."""
+    """Return the global names that the module's code reads, and the ones that it sets. Local variables are in neither."""
     read, written, codes = set(), set(), [module]
     for code in codes:
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]

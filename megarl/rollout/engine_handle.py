@@ -39,7 +39,7 @@ class SamplingEngine(Protocol):
         """Load the weights that the engine received last, and wait in host memory; the result is their version."""
 
     def hand_over(self, groups: list[int]) -> Future[dict[int, tuple[Partial, ...]]]:
-        """End the sampling of `groups`, whose `collect` then fails. The result has the samples so far of each, for
+        """End the sampling of `groups`; their `collect` then fails. The result has the samples so far of each, for
         `GenerationRequest.partials`; groups that the engine does not sample, or no longer, are missing."""
 
     def copy_partials(self, number: int) -> Future[dict[int, tuple[Partial, ...]]]:

@@ -177,8 +177,8 @@ def _sample(
     fleet: Fleet | None,
     outages: OutageWatch | None = None,
 ) -> dict[int, Group]:
-    """Submit problems, by number, round-robin, with one message per engine; return the groups, without those of engines that
-    died."""
+    """Submit problems, by number, round-robin, with one message per engine; return the groups of the engines that
+    did not die."""
     if fleet is not None and not fleet.serving:
         check_processes()  # raises: too few engines are left
     serving = list(range(len(engines))) if fleet is None else fleet.serving

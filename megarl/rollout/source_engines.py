@@ -352,7 +352,7 @@ class EnginesSource:
             self._fail(error)
 
     def _handle_due(self) -> None:
-        """Handle arrived groups and loaded weights whose turn it is. Call with the lock."""
+        """Handle the arrived groups and loaded weights that are due. Call with the lock."""
         for due in self._arrivals.due():
             if isinstance(due, Loaded):
                 self._dispatch.loaded(due.engine, due.version)

@@ -55,7 +55,7 @@ class _Reader:
                 return stop - 1
             if self._fits(piece):
                 self._take(stop, piece)
-        # Some tokenizers decode a run of byte tokens to replacement characters as long as its last character is incomplete.
+        # Some tokenizers decode a run of byte tokens to replacement characters until its last character is complete.
         prefixes = (self._decode(self._tokens[:stop]) for stop in range(self._read + 1, len(self._tokens)))
         matches = (index for index, prefix in enumerate(prefixes, self._read) if prefix[:end] == self._text[:end])
         return next(matches, len(self._tokens) - 1)

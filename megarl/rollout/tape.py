@@ -1,4 +1,4 @@
-"""The tape of a run: what the controller did in which order, beside the tapes of the engines. A replay repeats it.
+"""The tape of a run: the controller's actions in their order, next to the tapes of the engines. A replay repeats them.
 
 Batches depend on the order in which groups arrive, and engines on the steps at which requests and updates enter. The tape
 records both, as `tape/controller.jsonl` and a file per engine (`megarl.engines.tape`), and the verdicts of a judge
@@ -56,7 +56,7 @@ class TapeSegment:
 
     @property
     def ended(self) -> bool:
-        """Whether the run took its last step in this segment."""
+        """True if the run took its last step in this segment."""
         return bool(self.records) and "ended" in self.records[-1]
 
     @property
@@ -72,7 +72,7 @@ class TapeSegment:
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What a replay repeats: a segment, up to `last_step`. `logs_last`: the segment wrote this step's metrics.
+    """The part of a run that a replay repeats: a segment, up to `last_step`. `logs_last`: the segment wrote this step's metrics.
 
     A segment that wrote the metrics of the step that it resumed after, and was then killed, has `last_step` = `after`.
     """

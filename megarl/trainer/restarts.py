@@ -49,7 +49,7 @@ class TrainerRestarts:
     def differences(self, step: int, metrics: Metrics) -> list[float]:
         """Return by how much the gradient norm of a repeated step differs from the first one; [] if the step has none.
 
-        0: it is the same to the last bit. inf: one of them is NaN.
+        0: bitwise equal. inf: one of them is NaN.
         """
         if step not in self._norms or GRAD_NORM not in metrics:
             return []

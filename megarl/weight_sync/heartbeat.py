@@ -2,7 +2,7 @@
 
 Each peer has a connection to the process of the trainers' rank 0. When a process ends, the kernel closes its connection at
 once; a busy process keeps it. The kernel does not close the connection of a stopped process, a lost machine, or a process
-whose forked child inherited the socket; heartbeats detect these. During an update, and only then, a thread of each peer
+with a forked child that inherited the socket; heartbeats detect these. During an update, and only then, a thread of each peer
 sends a heartbeat every second and receives a reply.
 """
 

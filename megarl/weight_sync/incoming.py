@@ -50,7 +50,7 @@ class IncomingBuckets:
     ) -> None:
         """Connect with all holders and readers, which must do so at the same time.
 
-        `incoming`: relays whose readers include this rank. `onward`: relays that start at this rank, by stream. `largest`:
+        `incoming`: relays that this rank reads. `onward`: relays that start at this rank, by stream. `largest`:
         `bucket_bytes` of `OutgoingBuckets`. `describe` returns the description of a bucket from its header. `allocate` returns
         memory for a bucket that arrives over the network and is not passed on.
         """
@@ -106,7 +106,7 @@ class IncomingBuckets:
     def take(self, expected: float, awaited: Callable[[], str]) -> Iterator[IncomingBucket]:
         """Yield the buckets of the update, each after the former was acknowledged.
 
-        `expected`: their number; math.inf: until the bucket whose header is marked `last`.
+        `expected`: their number; math.inf: until a bucket with `last` in its header.
         `awaited` describes the next bucket in error messages. Raises WeightSyncError for a wrong version, changed bytes, an
         abort, or a sender that died or stopped.
         """

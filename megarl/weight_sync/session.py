@@ -36,7 +36,7 @@ class WeightSyncError(ProcessFailure):
 
 @dataclass(frozen=True)
 class AbortedUpdate:
-    """Result of a trainer rank whose update was aborted, if the run goes on (`rollout.min_engines`)."""
+    """Result of a trainer rank after an aborted update, if the run goes on (`rollout.min_engines`)."""
 
     reason: str
 

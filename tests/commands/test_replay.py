@@ -111,7 +111,7 @@ def test_each_start_is_a_training_beside_the_run(
     assert [line.partition(", ")[2] for line in lines[:3]] == [
         "start 1 of 3: steps 1 to 2", "start 2 of 3: steps 3 to 4", "start 3 of 3: steps 5 to 6"
     ]  # fmt: skip
-    assert lines[3:] == ["7 lines of metrics are equal to the last bit (times, rates and memory left out)"]
+    assert lines[3:] == ["7 lines of metrics are bitwise equal (times, rates and memory left out)"]
 
 
 def test_a_replay_ends_at_a_checkpoint_that_sigterm_caused(
@@ -132,7 +132,7 @@ def test_a_replay_ends_at_a_checkpoint_that_sigterm_caused(
     assert lines[1].endswith("--bundle step.tar --step 4") and lines[2].endswith("--bundle step.tar --step 6")
     assert lines[-2:] == [
         "not repeated, since SIGTERM caused the checkpoint before them: steps 4 to 6",
-        "4 lines of metrics are equal to the last bit (times, rates and memory left out)",
+        "4 lines of metrics are bitwise equal (times, rates and memory left out)",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Runs with requests in flight, repeated by their tapes: every metric is equal to the last bit."""
+"""Runs with requests in flight, repeated by their tapes: every metric is bitwise equal."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def replay(run_directory: Path, *more: str, starts: int = 1) -> subprocess.Compl
 def assert_repeats(run_directory: Path, starts: int = 1) -> None:
     done = replay(run_directory, starts=starts)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal to the last bit" in done.stdout
+    assert "bitwise equal" in done.stdout
     again = run_directory.with_name(f"{run_directory.name}-replay")
     assert without_times(metrics(again)) == without_times(metrics(run_directory))
 

@@ -1,4 +1,4 @@
-"""Token-level policy losses; `ppo_clip` is that of PPO, GRPO and DAPO. Losses with one ratio per sequence: sequence_losses.py."""
+"""Token-level policy losses; PPO, GRPO and DAPO use `ppo_clip`. Losses with one ratio per sequence: sequence_losses.py."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class TrainerActor:
         self._worker: Any = None
 
     def where(self, host: str) -> Returned:
-        """Return the place of this process, and a port of its machine, whose address is `host`, for rank 0's store."""
+        """Return the place of this process, and a port of its machine for rank 0's store. host: address of the machine."""
         self._port = reserve_port(host)
         return Returned((self._place, self._port))
 

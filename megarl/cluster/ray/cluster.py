@@ -194,8 +194,8 @@ class RayGroup:
 class RayCluster(Cluster):
     """See `megarl.cluster.base.Cluster`.
 
-    address: of a running cluster ("auto", host:port); None starts a private cluster on this machine,
-    whose ports only this machine can reach. If this process is already connected to Ray, that connection is
+    address: of a running cluster ("auto", host:port); None starts a private cluster on this machine;
+    other machines cannot reach its ports. If this process is already connected to Ray, that connection is
     used and stays open.
     log_dir: directory of the output files, on the machine of each process.
     trainer_env: variables of every trainer.

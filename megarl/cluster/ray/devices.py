@@ -78,7 +78,7 @@ class RayDevices:
         return self._critics
 
     def replace_lost(self, devices: Sequence[ReservedDevice]) -> list[ReservedDevice]:
-        """Return `devices`; those whose machine has left the cluster, or leaves, are replaced by free devices of another machine.
+        """Return `devices`, with free devices of another machine in place of those on a machine that has left the cluster, or leaves.
 
         Devices of one lost machine stay together. Raises MachineLost if no machine has enough free devices.
         """
@@ -247,7 +247,7 @@ def rank_environments(devices: list[ReservedDevice], master_port: int) -> list[d
 
 
 def is_alive(node_id: str) -> bool:
-    """Return whether a machine is in the cluster, as far as Ray knows: it notices a loss after some seconds."""
+    """Return whether Ray lists a machine as alive. Ray notices a loss after some seconds."""
     return any(node["NodeID"] == node_id for node in _living_nodes())
 
 

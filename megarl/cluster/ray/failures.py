@@ -21,7 +21,7 @@ def not_started(place: ProcessInfo, seconds: float) -> Failure:
 
 
 def death_cause(error: RayActorError) -> str:
-    """Describe in one line how an actor's process ended, as far as Ray reports it."""
+    """Describe in one line how an actor's process ended, from Ray's report."""
     text = str(error)
     if code := re.search(r"exit code (\d+)", text):
         return f"its process exited with code {code.group(1)}"

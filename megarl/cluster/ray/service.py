@@ -44,8 +44,8 @@ class RayData:
 
 
 def wait_for_end(pids: Sequence[int], seconds: float) -> list[int]:
-    """Wait until these processes of this machine have ended, for `seconds` at most. Returns those that live; a pid of 0 is unknown,
-    and left out."""
+    """Wait until these processes of this machine have ended, for `seconds` at most. Returns the pids that still run. A pid of 0 is
+    unknown, and left out."""
     deadline = time.monotonic() + seconds
     while (alive := [pid for pid in pids if pid and Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -82,7 +82,7 @@ def _serve(answer: Callable[[bool], Any], answer_words: AnswerWords = _no_words)
 
 
 def _accept(listener: socket.socket, answer: Callable[[bool], Any], answer_words: AnswerWords) -> None:
-    """Answer each reader in a thread of its own: the stacks of a whole run can take minutes. Requests with words, which may change
+    """Answer each reader in a separate thread: the stacks of a whole run can take minutes. Requests with words, which may change
     the run, are answered one after the other."""
     slots, words_lock = threading.Semaphore(MOST_ANSWERS), threading.Lock()
 

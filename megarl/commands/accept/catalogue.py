@@ -97,7 +97,7 @@ STAGES: tuple[Stage, ...] = (
         "rl step",
         12,
         "megarl train on tiny models: 3 steps colocated, a resume from the checkpoint, 3 steps one step off; then the "
-        "recipe with its widths, its layout as far as the devices of one node go, and few layers; on a CPU a tiny copy",
+        "recipe with its widths, few layers, and its layout reduced to the devices of one node; on a CPU a tiny copy",
         "exit status 0; every metric is finite; no update is skipped; the gap of fresh samples is below 0.02 nats; the first "
         "importance ratios are within 0.02 of 1; gradients are not zero; a trainer's peak memory is at most 110 % of the plan's",
     ),

@@ -113,7 +113,7 @@ def split(recipe: Recipe, devices: int) -> tuple[int, int, int]:
 def fit_layout(megatron: MegatronConfig, trainers: int, devices: int) -> tuple[MegatronConfig, int]:
     """Return a layout for `devices` devices and its number of trainers. It is unchanged if all trainers fit.
 
-    Otherwise tensor parallel is kept as far as possible, pipeline and context parallel are reduced to at most 2, and data parallel uses the
+    Otherwise tensor parallel is reduced as little as possible, pipeline and context parallel are reduced to at most 2, and data parallel uses the
     other devices. Expert parallel uses all ranks of a pipeline stage, so it is as large as possible.
     """
     if trainers <= devices:
@@ -168,7 +168,7 @@ def _engines(rollout: RolloutConfig, like: RolloutConfig, devices: int) -> None:
 
 
 def _sizes(cut: Recipe, recipe: Recipe) -> None:
-    """Set lengths and micro batches so that the memory peak is that of full micro batches, as in a plan."""
+    """Set lengths and micro batches so that the memory peak equals the peak of full micro batches, as in a plan."""
     cut.data.max_prompt_length = min(recipe.data.max_prompt_length, PROMPT)
     cut.rollout.max_response_length = min(recipe.rollout.max_response_length, RESPONSE)
     longest = longest_sample(cut)

@@ -30,7 +30,7 @@ MAX_LENGTH = 256
 
 
 class EngineProbe:
-    """A `megarl.engines.backed.BackedEngine` whose methods run in threads, with further ones that measure its memory."""
+    """A `megarl.engines.backed.BackedEngine` that runs its methods in threads and measures its memory."""
 
     def __init__(self, name: str, spec: EngineSpec) -> None:
         self.engine, self.device = engines.create(name, spec), spec.device or "auto"

@@ -109,7 +109,7 @@ class KernelRank(ParityRank):
     def _compare(
         self, name: str, function: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[tuple[Any, Any]]
     ) -> None:
-        """Compare output and gradients of `function` with `reference`, and bit for bit with those of a second call."""
+        """Compare output and gradients of `function` with `reference`, and bit for bit with a second call."""
         right = reference(*(exact for _, exact in inputs))
         upstream = torch.from_numpy(exact_values(f"kernels {name} upstream", right.numel()).reshape(right.shape))
         right_gradients = torch.autograd.grad(right, [exact for _, exact in inputs], upstream.double())
@@ -244,7 +244,7 @@ class KernelRank(ParityRank):
         )
 
     def _gradients(self, part: str) -> dict[str, Any]:
-        """Return the gradients of tensors whose name contains `part`, by their names in the checkpoint."""
+        """Return the gradients of tensors with `part` in their name, by their names in the checkpoint."""
         with gradients_as_weights(self.trainer):
             return {name: value.float().cpu().clone() for name, value in self.trainer.export_weights() if part in name}
 

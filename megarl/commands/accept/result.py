@@ -95,7 +95,7 @@ def stage_verdict(
         reason = "; ".join(filter(None, [failed[0] + more if failed else "", error]))
         return StageResult(number, name, FAIL, reason, seconds, tuple(checks))
     if not checks or (skipped and not any(check.verdict == PASS for check in checks)):
-        reason = skipped[0].cause if skipped else "the stage made no check"  # figures are no checks
+        reason = skipped[0].cause if skipped else "the stage made no check"  # figures are not checks
         return StageResult(number, name, NOT_RUN, reason, seconds, tuple(checks))
     return StageResult(number, name, PASS, "", seconds, tuple(checks))
 

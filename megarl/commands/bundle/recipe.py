@@ -90,7 +90,7 @@ def _shown(url: str) -> str:
 
 
 def _without_secrets(value: Any) -> Any:
-    """Return an engine's arguments without those that have a secret's name, at any depth, and with bare URLs."""
+    """Return an engine's arguments without the ones named like a secret, at any depth, and with bare URLs."""
     if isinstance(value, dict):
         return {name: _without_secrets(part) for name, part in value.items() if not _SECRET.search(str(name))}
     if isinstance(value, list):

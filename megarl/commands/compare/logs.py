@@ -104,7 +104,7 @@ def _read_folder(path: Path) -> Log:
 
 
 def _read_events(path: Path) -> Log:
-    """Read the events of a folder, sorted by wall time, so that those of a resumed run come last."""
+    """Read the events of a folder, sorted by wall time, so that the events of a resumed run come last."""
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
     log = Log(path, "TensorBoard")

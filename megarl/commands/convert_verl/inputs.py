@@ -140,7 +140,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def translate_engine(conversion: Conversion) -> None:
-    """Rename engine arguments for SGLang, and leave out those that it lacks."""
+    """Rename engine arguments for SGLang, and leave out the ones that SGLang lacks."""
     settings, section = conversion.settings, "rollout.engine_args."
     if settings.get("rollout.engine") != "sglang":
         return

@@ -42,13 +42,13 @@ def translate_lora(conversion: Conversion, *, megatron: bool) -> None:
     settings |= {"lora.rank": rank, "lora.alpha": get(f"{read}alpha", 32 if megatron else 16)}
     targets = get(f"{read}target_modules", _ALL) if megatron else get(f"{_MODEL}.target_modules", "all-linear")
     settings["lora.targets"] = _targets(conversion, targets, megatron=megatron)
-    if not megatron and (path := get(option := f"{read}adapter_path")):  # Megatron's is no PEFT directory
+    if not megatron and (path := get(option := f"{read}adapter_path")):  # Megatron's is not a PEFT directory
         settings["lora.path"] = path
         conversion.note(option, "the reference policy has these adapters, too; verl's is the model without adapters")
     if get(f"{_MODEL}.lora.merge") is True:
         settings["weight_sync.adapters"] = "merged"
     if megatron and get(f"{read}type", "lora") == "lora":
-        conversion.note(f"{read}type", "each of the fused layers has adapters of its own, as with canonical_lora")
+        conversion.note(f"{read}type", "each of the fused layers has separate adapters, as with canonical_lora")
     allowed_values = {f"{read}{name}": same for name, same in _SAME.items()} | {
         f"{_MODEL}.exclude_modules": (None, [], "DONT_EXCLUDE", ".*visual.*")  # a vision tower has no adapters here
     }

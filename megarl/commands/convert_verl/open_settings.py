@@ -1,4 +1,4 @@
-"""Options whose value contains a variable that the script does not set.
+"""Options with a variable in their value that the script does not set.
 
 Paths become ``???`` in the recipe, which `read_recipe` refuses until the user gives a value. So do counts of devices. Names lose
 the variable, as in bash. Options that the conversion leaves out keep it. Any other value is an error.

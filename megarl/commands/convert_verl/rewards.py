@@ -62,7 +62,7 @@ def translate_reward_function(conversion: Conversion) -> None:
             raise InputError(f"{conversion.where(f'{prefix}.name')}{prefix}.name has no value")
         conversion.settings["reward.function"] = f"{module}:{name}"
         if option not in conversion.options:
-            conversion.note(option, "the scorer of verl's recipe, whose repository must be on PYTHONPATH")
+            conversion.note(option, "the scorer of verl's recipe: its repository must be on PYTHONPATH")
         break
     else:
         conversion.drop("reward.arguments.", "verl uses it with custom_reward_function.path")

@@ -177,7 +177,7 @@ def set_of(machine: Machine) -> VersionSet:
 
 
 def newest_set_for(driver: str) -> VersionSet | None:
-    """Return the first set in `NPU.sets` (the default comes first) whose CANN works with this driver.
+    """Return the first set in `NPU.sets` (the default comes first) with a CANN that works with this driver.
 
     None if the driver is older than every documented minimum.
     """

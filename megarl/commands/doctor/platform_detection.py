@@ -83,7 +83,7 @@ def by_files(machine: Machine) -> DeviceKind:
 
 
 def busy(memory: dict[str, tuple[float, float]]) -> Iterator[Finding]:
-    """Warn about devices whose memory is in use. `memory`: device number -> (MiB used, MiB in total)."""
+    """Warn about devices with memory in use. `memory`: device number -> (MiB used, MiB in total)."""
     in_use = [
         f"{number} ({used / 1024:.0f} of {total / 1024:.0f} GiB)"
         for number, (used, total) in memory.items()

@@ -1,4 +1,4 @@
-"""The member nodes of a run, as node rank 0 sees them: those that leave, with or without the run's end."""
+"""Node rank 0's watch of a run's member nodes: the run goes on without a node that leaves, or ends with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NoAnswer(Exception):
 class NodeRelease:
     """Lets the engines of a node leave, so that the run goes on without it.
 
-    directory: of the run; None: the command is no training. seconds: time until the node ends (`train.grace_seconds`).
+    directory: of the run; None: the command is not a training run. seconds: time until the node ends (`train.grace_seconds`).
     """
 
     directory: Path | None
@@ -31,10 +31,10 @@ class NodeRelease:
     def engines_left(self, rank: int, since: float) -> list[str] | str:
         """Ask the run to let the engines of a node leave, which received its signal at `since` (time.monotonic()).
 
-        Returns those that the node still has, or why the run cannot go on without the node. Raises NoAnswer.
+        Returns the engines that the node still has, or why the run cannot go on without the node. Raises NoAnswer.
         """
         if self.directory is None:
-            return "the command is no training"
+            return "the command is not a training run"
         from megarl.commands.engines.command import ask
 
         seconds = max(0.0, self.seconds - (time.monotonic() - since))

@@ -180,7 +180,7 @@ class RendezvousClient:
 
     @property
     def has_wrong_secret(self) -> bool:
-        """Whether the head has another secret: this node's is of an earlier run."""
+        """True if the head has another secret: this node's secret is from an earlier run."""
         return self.refusal == _WRONG_SECRET
 
     @property

@@ -1,4 +1,4 @@
-"""The preflight of `plan`: the checks of `train` as far as this machine can run them, scorers, disk space and the run.
+"""The preflight of `plan`: the checks of `train` that this machine can run, and checks of scorers, disk space and the run.
 
 What this machine lacks is reported and does not refuse the recipe. Of each data file a sample of the rows is read.
 """
@@ -35,8 +35,8 @@ from megarl.recipe.schema import Recipe
 def checked(recipe: Recipe, path: Path, model: str | None = None) -> Survey:
     """Check everything that this machine can check of `recipe`.
 
-    `path`: the recipe's file. `model`: the published model, or the folder, whose config.json stands for that of `model.path`;
-    None: the model itself, or the one that the recipe's header names.
+    `path`: the recipe's file. `model`: a published model, or a folder; its config.json is used instead of the one in
+    `model.path`. None: the model itself, or the one that the recipe's header names.
     """
     result = survey(recipe, Available(recipe_file=path, shape=model))
     if "data" in result.stages:  # settings and models have no errors

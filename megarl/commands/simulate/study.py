@@ -219,7 +219,7 @@ def recommended(runs: list[SimulatedRun], max_lag: int | None) -> SimulatedRun:
 
 
 def _best_colocated(runs: list[SimulatedRun], max_lag: int | None) -> SimulatedRun | None:
-    """Return the recommended run among those of colocated engines; None without one within `max_lag`."""
+    """Return the recommended run with colocated engines; None if no such run is within `max_lag`."""
     shared = [run for run in runs if run.setting.colocated and (max_lag is None or run.schedule.max_lag <= max_lag)]
     return recommended(shared, None) if any(run.name == "colocated" for run in shared) else None
 

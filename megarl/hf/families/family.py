@@ -65,7 +65,7 @@ class Family:
 
     @property
     def stacks_experts(self) -> bool:
-        """Whether a checkpoint stores all experts of a layer as one tensor."""
+        """True if a checkpoint stores all experts of a layer as one tensor."""
         return any(row.kind is expert_stack for row in self.rows)
 
     def row_of(self, parameter: str) -> TableRow:

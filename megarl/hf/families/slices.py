@@ -1,4 +1,4 @@
-"""Where the elements of a Megatron parameter's shard lie in the tensors of a Hugging Face checkpoint. Pure.
+"""Positions of the elements of a Megatron parameter's shard in the tensors of a Hugging Face checkpoint. Pure.
 
 Each function here is the kind of a row in a family's table. It is given the model's configuration (`text_fields`), the shape of
 the parameter on one rank, and the rank's shard, and returns where each of the row's tensors stores it.

@@ -24,7 +24,7 @@ _TIMEOUT = 10.0  # s, for an answer without files
 
 @dataclass(frozen=True)
 class Listing:
-    """Files of the repository `name`, whose revision is a commit.
+    """Files of the repository `name`; its revision is a commit.
 
     `is_whole`: False if these are the files that the cache has, and the repository may have more. `notice`: that the hub
     gives no answer, so that the commit is the one in the cache; None otherwise.
@@ -76,7 +76,7 @@ def _record_revision(name: HubName, kind: Kind, commit: str) -> None:
 
 
 def cached_tree(folder: Path) -> list[str] | None:
-    """Return the list of all files of a commit that huggingface_hub keeps beside its snapshot folder; None if it has none."""
+    """Return the list of all files of a commit that huggingface_hub keeps next to its snapshot folder; None if it has none."""
     try:
         files = json.loads((folder.parents[1] / "trees" / f"{folder.name}.json").read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -91,7 +91,7 @@ def files_in(folder: Path) -> list[str]:
 def snapshot(name: HubName, kind: Kind, patterns: Sequence[str]) -> Path:
     """Return the snapshot folder with the files that match `patterns`, after a download of missing ones.
 
-    A commit whose files are all in the cache needs no answer of the hub.
+    If the cache has all files of a commit, the hub is not contacted.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, filter_repo_objects

@@ -26,7 +26,7 @@ def files_of_split(path: str, files: Sequence[str], readme: str) -> tuple[list[s
     """Return the files of `path` and the paths that `files` offer: (files, ["CONFIG/SPLIT", ...]).
 
     `path`: `CONFIG/SPLIT`, `SPLIT`, or a file, in which * matches any characters. `files`: all files of the repository.
-    `readme`: text of README.md, whose `configs` may name the files of each split. No files: there is no such split, or it
+    `readme`: text of README.md; its `configs` may name the files of each split. No files: the split does not exist, or it
     is in several configurations.
     """
     rows = sorted(file for file in files if file.endswith(_SUFFIXES))

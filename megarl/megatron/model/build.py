@@ -179,7 +179,7 @@ def seed_everything(seed: int) -> None:
 
 
 def _with_enums(settings: dict[str, Any]) -> dict[str, Any]:
-    """Convert names in `settings` to Megatron's enums; mbridge only converts the names of its own settings."""
+    """Convert names in `settings` to Megatron's enums; mbridge does so only for the settings that it makes."""
     from megatron.core.transformer.enums import AttnBackend
 
     name = settings.get("attention_backend")

@@ -47,7 +47,7 @@ class PackedDeltaNet(MegatronModule):
     def __init__(
         self, config: Any, submodules: DeltaNetSubmodules, layer_number: int, sizes: DeltaSizes, kernel: int, **_: Any
     ) -> None:
-        """`kernel`: tokens that the convolution spans. Other arguments are those of attention and not used."""
+        """`kernel`: tokens that the convolution spans. Other arguments are for attention layers and not used."""
         super().__init__(config)
         self.layer_number, self.sizes, self.kernel = layer_number, sizes, kernel
         self.group = parallel_state.get_tensor_model_parallel_group()

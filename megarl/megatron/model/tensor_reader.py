@@ -23,7 +23,7 @@ class TensorReader(contextlib.ExitStack):
         self._files: dict[str, Any] = {}  # by tensor
         files = {file.name: file for file in sorted(directory.glob("*.safetensors"))}
         placed = read_index(directory, files)
-        for name in dict.fromkeys(placed.values()) or files:  # a repository may hold other files beside the index's
+        for name in dict.fromkeys(placed.values()) or files:  # a repository may also hold files that the index lacks
             handle = self.enter_context(safe_open(files[name], framework="pt", device="cpu"))
             self._files.update(dict.fromkeys(handle.keys(), handle))
         if not self._files:

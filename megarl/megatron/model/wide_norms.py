@@ -75,7 +75,7 @@ class KeyNorm(QueryNorm):
 
 
 def install(layers: list[Any]) -> None:
-    """Put these norms in place of those of each head, in the specs of a block's `layers`."""
+    """Replace the norms of each head by these norms, in the specs of a block's `layers`."""
     for layer in layers:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm

@@ -318,7 +318,7 @@ def _correction_errors(algorithm: AlgorithmConfig) -> Errors:
 
 
 def _icepop_errors(correction: CorrectionConfig) -> Errors:
-    """Yield an error if `icepop` is no interval, or if another key contradicts it."""
+    """Yield an error if `icepop` is not an interval, or if another key contradicts it."""
     key = "algorithm.correction"
     try:
         expected = of_icepop(correction)

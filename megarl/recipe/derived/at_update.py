@@ -1,4 +1,4 @@
-"""How an update of the weights treats running requests (`rollout.at_update`), and what follows: window, largest lag (`max_lag`)."""
+"""Treatment of running requests at an update of the weights (`rollout.at_update`), with its window and largest lag (`max_lag`)."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class ChangingFleet:
         # By engine that leaves with its machine: number of its process there, and when it is ended.
         self._leave_by: dict[int, tuple[int, float]] = {}
         self._asked: set[Member] = set()  # processes of engines that leave, and have been asked for their groups
-        self._handing_over: dict[Member, float] = {}  # those that have not replied, and since when
-        self._to_end: list[int] = []  # engines that have left, and whose process has not been ended
+        self._handing_over: dict[Member, float] = {}  # asked processes that have not replied, and since when
+        self._to_end: list[int] = []  # engines that have left, and have a process to end
         self._evaluations = 0  # that run now
 
     @property
@@ -91,7 +91,7 @@ class ChangingFleet:
             return [Leaver(each, self._states.process(each), each in self._leave_by) for each in self._states.leaving]
 
     def can_stay(self) -> list[int]:
-        """Return the leaving engines that have not been asked for their groups, and whose machines stay."""
+        """Return the leaving engines that have not been asked for their groups, on machines that stay."""
         with self.lock:
             bound_to_leave = {engine for engine, process in self._asked if process == self._states.process(engine)}
             leaving = [engine for engine in self._states.leaving if self._states.can_stay(engine)]
@@ -114,7 +114,7 @@ class ChangingFleet:
             self._handing_over.pop(member, None)
 
     def has_left(self, member: Member) -> bool:
-        """Return whether a process has ended because its engine left, which is no death."""
+        """Return whether a process has ended because its engine left, which does not count as a death."""
         with self.lock:
             return self._states.has_left(member)
 
@@ -129,7 +129,7 @@ class ChangingFleet:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """In the block engines sample for an evaluation, so that only those leave whose machine ends."""
+        """Mark a block as an evaluation: within it, only engines on a machine that ends leave."""
         with self.lock:
             self._evaluations += 1
         try:
@@ -147,7 +147,7 @@ class ChangingFleet:
         return self._states
 
     def _change_number(self) -> None:
-        """Let engines leave or add some, until as many as wanted remain. Engines whose machine ends leave in time."""
+        """Let engines leave or add some, until as many as wanted remain. Engines on a machine that ends leave in time."""
         if self._in_update:
             return
         for engine, (process, by) in list(self._leave_by.items()):

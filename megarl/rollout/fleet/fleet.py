@@ -62,8 +62,8 @@ class Fleet(ChangingFleet):
         end: Callable[[int], None] | None = None,
         load_limit: float = math.inf,
     ) -> None:
-        """descriptions: results of the engines' `start`. min_engines: `rollout.min_engines`. restart: ends what is left of an
-        engine's process, and starts a new one behind its handle; it appends the handle of an additional engine to `engines`.
+        """descriptions: results of the engines' `start`. min_engines: `rollout.min_engines`. restart: kills an engine's
+        process if it still runs, and starts a new one behind its handle; it appends the handle of an additional engine to `engines`.
         notice: receives messages for the user, with their event. end: ends the process of an engine that leaves, and frees its
         devices; None: the number of engines is fixed. load_limit: seconds after which a new process that has not loaded counts as
         dead."""
@@ -73,7 +73,7 @@ class Fleet(ChangingFleet):
         self._last_death: Failure | None = None
         self._updating: set[Member] = set()  # engines that take part in the update that runs
         self._interrupted = False  # one of them has failed, and no engine samples until the update is repeated
-        self._failed: set[Member] = set()  # engines whose own part of the update failed
+        self._failed: set[Member] = set()  # engines that failed in the update
         self._sampled_again = 0  # groups, since the last metrics
         self._recorded = [0] * len(self.engines)  # number of the process, at the last call of `take_restarted`
         for engine in range(len(self.engines)):
@@ -115,7 +115,7 @@ class Fleet(ChangingFleet):
 
     @property
     def in_update(self) -> bool:
-        """Whether an update of the weights runs."""
+        """True while an update of the weights runs."""
         with self.lock:
             return self._in_update
 
@@ -155,7 +155,7 @@ class Fleet(ChangingFleet):
         self._find_deaths()
         with self.lock:
             self._read_loads()
-            self._keeps_enough()  # before dead engines leave in place of those that stay
+            self._keeps_enough()  # before dead engines leave in place of live ones
             self._change_number()
             ending, self._to_end = self._to_end, []
             waiting = [engine for engine, until in self._no_machine_until.items() if time.monotonic() < until]
@@ -205,7 +205,7 @@ class Fleet(ChangingFleet):
         update.add_done_callback(ended)
 
     def updated(self, members: Sequence[Member]) -> None:
-        """Record that `members` have the newest weights: those that were loaded sample from now on."""
+        """Record that `members` have the newest weights: loaded engines sample from now on."""
         with self.lock:
             for engine in self._states.update(members):
                 self._messages.append((f"{self.engines[engine].name} has the run's weights, and samples", None))

@@ -63,8 +63,8 @@ class EngineRequests:
         return {**self._listed(), "before": before}
 
     def answer_leave(self, words: Sequence[str]) -> dict[str, Any]:
-        """Let the engines leave whose machine, with a node rank of launch/multinode.sh, ends in some seconds. Returns the names of
-        those that it still has; ``refused``: the reason why the run cannot go on without the machine."""
+        """Let the engines of a machine leave. words: its node rank in launch/multinode.sh, and the seconds until it ends. Returns the
+        names of the engines that it still has; ``refused``: the reason why the run cannot go on without the machine."""
         if self.fleet is None or self.fixed is not None:
             return {"refused": f"the number of its engines is fixed: {self.fixed}"}
         fleet, seconds = self.fleet, float(words[1])

@@ -65,7 +65,7 @@ class GroupMoves:
         return error is not None and (self._fleet is None or not self._fleet.lost(engine, process, error))
 
     def has_moved(self, engine: int, process: int, group: int, error: BaseException | None) -> bool:
-        """Return whether a group whose `collect` has ended is, or soon will be, on another engine: it was handed over, or its
+        """Return whether another engine samples a group, or soon will, after its `collect` has ended: it was handed over, or its
         engine has died or left. While its engine hands groups over, an error waits for the reply."""
         with self._change:
             if not self.owners.owns(group, (engine, process)):

@@ -1,4 +1,4 @@
-"""Which engine's process samples each group that has not arrived: a pure state machine, by which each group arrives once.
+"""Owner of each group that has not arrived: the engine's process that samples it. A pure state machine; each group arrives once.
 
 A group has one owner, or is lost: its engine has died or left, or has handed it over, and another engine samples or continues it.
 Results and errors from another process than the owner do not count. While an engine hands groups over, errors of its
@@ -26,12 +26,12 @@ class GroupOwners:
 
     @property
     def lost(self) -> bool:
-        """Whether groups wait for another engine."""
+        """True if groups wait for another engine."""
         return bool(self._lost)
 
     @property
     def moving(self) -> bool:
-        """Whether an engine hands groups over now."""
+        """True while an engine hands groups over."""
         return bool(self._moving)
 
     def give(self, groups: Iterable[int], owner: Member) -> None:

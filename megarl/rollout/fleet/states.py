@@ -5,7 +5,7 @@
     loaded --leaves--> leaving; dead, starting --leaves--> gone
     leaving, if it has served --stays--> serving
 
-An engine dies in any state, and a leaving one has then left: that is no death. A new process has no weights of the run, so it
+An engine dies in any state. A leaving engine has then left, which does not count as a death. A new process has no weights of the run, so it
 samples only after an update. A leaving engine gets no further group, and receives the weights while it has some.
 """
 
@@ -32,7 +32,7 @@ class EngineState(Enum):
     GONE = "gone"
 
 
-# Engines that leave first when fewer are wanted: those that do not sample.
+# Order in which engines leave when fewer are wanted: first the ones that do not sample.
 _LEAVE_ORDER = (EngineState.DEAD, EngineState.STARTING, EngineState.LOADED, EngineState.SERVING)
 
 
@@ -41,7 +41,7 @@ class _Engine:
     state: EngineState = EngineState.SERVING
     process: int = 0  # number of its process, from 0; -1 before the first one
     starts: int = 0  # of new processes that died, since it sampled last
-    died: bool = False  # by itself, in the present process
+    died: bool = False  # the present process has died; False if it left
     deaths: int = 0
     returns: bool = False  # it leaves with its machine, and starts again on another one
     served: bool = False  # before it left
@@ -63,7 +63,7 @@ class EngineStates:
         return len(self._engines)
 
     def die(self, engine: int) -> bool:
-        """Record that an engine has died by itself; return False if it is dead already, or was leaving."""
+        """Record the death of an engine; return False if it is dead already, or was leaving."""
         state = self._engines[engine]
         if self.is_dead(engine):
             return False
@@ -104,7 +104,7 @@ class EngineStates:
         state.state = EngineState.LOADED
 
     def update(self, members: Sequence[Member]) -> list[int]:
-        """Record that `members` have received the weights; return those that serve from now on."""
+        """Record that `members` have received the weights; return the ones that serve from now on."""
         joined = []
         for index, process in members:
             engine = self._engines[index]
@@ -116,13 +116,13 @@ class EngineStates:
     # --- changes of the number of engines ------------------------------------------------------------------------------
 
     def surplus(self) -> list[int]:
-        """Return the engines that should leave, so that `wanted` remain: those that do not sample first, then the newest."""
+        """Return the engines that should leave, so that `wanted` remain: first the ones that do not sample, then the newest."""
         staying = self.staying
         by_order = sorted(staying, key=lambda engine: (_LEAVE_ORDER.index(self.state(engine)), -engine))
         return by_order[: max(0, len(staying) - self.wanted)]
 
     def missing(self) -> int:
-        """Return the number of engines that must be added, so that `wanted` remain, with those that return on another machine."""
+        """Return the number of engines that must be added, so that `wanted` remain. Engines that return on another machine count."""
         returning = sum(each.state is EngineState.LEAVING and each.returns for each in self._engines)
         return max(0, self.wanted - len(self.staying) - returning)
 
@@ -200,7 +200,7 @@ class EngineStates:
 
     @property
     def starting(self) -> list[int]:
-        """Engines whose new process loads the model."""
+        """Engines with a new process that loads the model."""
         return self._in([EngineState.STARTING])
 
     @property

@@ -201,7 +201,7 @@ def _when_done(call: Future[Any], then: Callable[[Future[Any]], None], result: F
 
 
 def judged_like(first: SamplingEngine, engine: EngineHandle) -> SamplingEngine:
-    """Return a further engine whose groups are scored as those of `first`, one of the engines of `with_judge`."""
+    """Return a further engine with the judge of `first`, if it has one. `first`: one of the engines of `with_judge`."""
     return JudgedEngine(engine, first.judge) if isinstance(first, JudgedEngine) else engine
 
 

@@ -336,7 +336,7 @@ def test_a_replay_of_a_bundle_trains_from_the_unpacked_files(
         f"{folder}/modules",
     ]
     text = capsys.readouterr().out
-    assert "2 lines of metrics are equal to the last bit" in text
+    assert "2 lines of metrics are bitwise equal" in text
     assert "modules/my_rewards.py" in text and "not in the bundle: cluster.environment: API_TOKEN" in text
     with pytest.raises(InputError, match=r"step exists: remove it, or name another folder \(--out\)"):
         repeat(file)

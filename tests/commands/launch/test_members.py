@@ -145,7 +145,7 @@ def test_the_run_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         with pytest.raises(NoAnswer, match=text):
             release.engines_left(1, now - 100)
     assert questions == [(tmp_path, ["leave", "1", seconds]) for seconds in ("90", "40", "0", "0")]
-    assert NodeRelease(None, 0.0).engines_left(1, now) == "the command is no training"
+    assert NodeRelease(None, 0.0).engines_left(1, now) == "the command is not a training run"
 
 
 def test_the_run_of_a_recipe_is_known(tmp_path: Path) -> None:

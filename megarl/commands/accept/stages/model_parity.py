@@ -21,7 +21,7 @@ AFTER = {"float32": 2e-4, "bfloat16": 8e-2}  # after two steps; bfloat16 rounds 
 GRADIENT = {"float32": 1e-3, "bfloat16": 3e-2}  # relative error of the gradient norm
 LAYER = {"float32": 1e-4, "bfloat16": 5e-2}  # relative error of a layer's output, to find the first different layer
 TENSOR = {"float32": 1e-3, "bfloat16": 2e-1}  # relative error of a tensor's gradient norm
-RESUMED = 5e-3  # nats, on devices, whose kernels add in any order; on a CPU a resumed step must be bitwise equal
+RESUMED = 5e-3  # nats, on devices: their kernels add in any order; on a CPU a resumed step must be bitwise equal
 
 SWAPPED = "swap_optimizer"  # setting of the device's adaptor: optimizer states are in host memory between updates
 TP, PP, EP, CP = "tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"
@@ -130,7 +130,7 @@ def check_case(context: StageContext, case: Case, answers: list[dict[str, Any]],
 
 
 def gathered(answers: list[dict[str, Any]], name: str) -> np.ndarray:
-    """Concatenate the ranks' log-probs to those of the whole batch, [T]."""
+    """Concatenate the ranks' log-probs to the log-probs of the whole batch, [T]."""
     parts: dict[int, np.ndarray] = {}
     for answer in answers:
         parts |= answer[name]
@@ -155,7 +155,7 @@ def first_layer_apart(golden: Golden, table: np.ndarray, limit: float) -> tuple[
 
 
 def worst_tensor(golden: Golden, norms: dict[str, float]) -> tuple[str, float]:
-    """Return the tensor whose gradient norm differs most, and its relative difference; ("", 0.0) without tensors."""
+    """Return the tensor with the largest relative difference of the gradient norm, and the difference; ("", 0.0) without tensors."""
     largest = max(golden.tensor_norms.values())
     shares = {
         name: abs(norms[name] - right) / max(right, 1e-3 * largest)

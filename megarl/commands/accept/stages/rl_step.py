@@ -152,7 +152,7 @@ def check_metrics(
     """Check that all steps ran, all numbers are finite, no update was skipped, and engine and trainer agree.
 
     compares: some step must compare the log-probs of fresh samples with the trainer's. first: step 1 has a single
-    update, whose importance ratios are 1 apart from rounding.
+    update, so its importance ratios are 1 apart from rounding.
     """
     context.equal(f"{name}: steps", str([line["step"] for line in lines]), str(list(range(1, steps + 1))))
     wrong = [

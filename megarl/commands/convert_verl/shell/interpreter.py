@@ -96,7 +96,7 @@ class Interpreter(Statements):
             if not argument.get("Naked"):
                 assigns.append(argument)
         failed = self._assignments(assigns)
-        status = failed if isinstance(failed, Undetermined) else True  # that of `declare`, not of $(...)
+        status = failed if isinstance(failed, Undetermined) else True  # the status of `declare`, not of $(...)
         if re.search("[Ain]", flags):
             for argument in assigns:
                 self.assign(

@@ -31,9 +31,9 @@ from megarl.errors import InputError
 _STEPS = 20_000  # statements that are evaluated
 _CAPTURED = (None, "1")
 _ENDING = ("CallExpr", "DeclClause", "TestClause", "ArithmCmd", "LetClause", "Subshell")
-"""Statements whose failure ends a script after `set -e`. In lists, pipelines and compound statements their parts do."""
+"""Statements that end a script if they fail after `set -e`. Of lists, pipelines and compound statements the parts do."""
 SETTING_COMMANDS = ("read", "mapfile", "readarray", "getopts", "unset", "printf", "shift", "set", "cd")
-"""Commands whose arguments may be names of variables that they set."""
+"""Commands that may set the variables named in their arguments."""
 
 
 class Statements(Words):
