@@ -46,7 +46,7 @@ SCHEDULES = {
 
 
 def rows(seed: int, count: int) -> list[dict[str, Any]]:
-    """Return prompts, with answers whose lengths are geometric: long ones for prompts that begin with `Count far`."""
+    """Return prompts, with answers of geometric lengths: long ones for prompts that begin with `Count far`."""
     order = random.Random(seed)
     result = []
     for index in range(count):

@@ -3,7 +3,7 @@
     python -m benchmarks.controller [--rounds 3] [--steps 6]
 
 Engines are stand-ins that answer in a random order. `rollout.at_update` is refresh with `max_staleness` 4 and window 0.3, so that
-groups overtake and every sample has spans of several versions. The time is that of `EnginesSource`: admission, assignment to engines,
+groups overtake and every sample has spans of several versions. The time is spent in `EnginesSource`: admission, assignment to engines,
 arrival, release and batches with their metrics. Sizes alternate, and the ratios are of the medians of the rounds.
 """
 
@@ -60,7 +60,7 @@ def group(number: int, version: int) -> Group:
 
 
 def seconds_per_group(prompts: int, engines: int, steps: int, seed: int) -> float:
-    """Run some steps and return the seconds of the source per trained group, without those of the stand-ins."""
+    """Run some steps and return the seconds of the source per trained group, without the time of the stand-ins."""
     recipe, order = Recipe(), random.Random(seed)
     recipe.cluster.placement, recipe.rollout.max_staleness, recipe.rollout.at_update = "disaggregated", 4, "refresh"
     recipe.data.prompts_per_step, recipe.rollout.samples_per_prompt, recipe.train.steps = prompts, SAMPLES, steps

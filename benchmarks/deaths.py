@@ -5,7 +5,7 @@
 A tiny model trains with two trainers, three engines, `rollout.min_engines: 1` and `train.trainer_restarts: 3`. Each fault is SIGKILL
 or SIGSTOP to a random engine or trainer (`--victims engines`: engines alone), at a random moment after the run is whole; one in five
 faults hits a second process soon after the first. SIGTERM ends the run after the last fault. The script ends with status 1 if the
-run ends by itself, a process is left, a step is missing, a group was trained twice or left out, or a step that was trained again
+run ends without SIGTERM, a process is left, a step is missing, a group was trained twice or left out, or a step that was trained again
 had another gradient norm.
 """
 

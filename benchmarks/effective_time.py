@@ -1,4 +1,4 @@
-"""Simulate the effective training time of a long run whose devices fail: with a restart of the whole run, or of the failed part.
+"""Simulate the effective training time of a long run on devices that fail: with a restart of the whole run, or of the failed part.
 
     python -m benchmarks.effective_time [--devices 1024] [--seed 0]
 
@@ -12,9 +12,9 @@ Three ways to go on:
   and trained again.
 - engines: a failed engine starts again while the others sample (`rollout.min_engines`); a failed trainer is as above.
 - engines and trainers: failed trainers start again too, and train the kept batches since the checkpoint again, without sampling
-  (`train.trainer_restarts`). The engines sample ahead meanwhile, as far as `max_staleness` allows.
+  (`train.trainer_restarts`). The engines sample ahead meanwhile, within `max_staleness`.
 
-Assumed times are arguments: they are those of a large model, not measured here. A step lasts as long as the slower of sampling and
+Assumed times are arguments: they stand for a large model and are not measured here. A step lasts as long as the slower of sampling and
 training, since both overlap (`max_staleness` of 1 or more).
 """
 

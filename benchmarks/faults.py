@@ -7,7 +7,7 @@ A tiny model trains with two engines that sample two batches ahead. Each start d
 engine or a trainer. The next start resumes from the newest checkpoint. The script ends with status 1 at the first violation:
 
 - a process of the run lives on 60 s after its end;
-- a start ends by itself before it was killed;
+- a start ends before it was killed;
 - a step is missing from the metrics;
 - a trained group appears twice, or more groups before it are missing than the window allows.
 """

@@ -66,7 +66,7 @@ def proven_in(name: str) -> str:
 
 
 def _loss_settings(name: str) -> tuple[str, ...]:
-    """Return the settings that a loss reads, with its defaults where they differ from those of the recipe."""
+    """Return the settings that a loss reads, with its defaults where they differ from the recipe's."""
     loss = LOSSES[name]
     names = dict.fromkeys((*loss.settings, *loss.defaults))
     return tuple(f"{key}: {loss.defaults[key]}" if key in loss.defaults else key for key in names)

@@ -76,8 +76,8 @@ on the machine, in the container and as the user of the controller (`run.lock` h
 - **not finished:** collectives in torch's flight recorder, which torch 2.13 has on. HCCL has another one, which needs
   `TORCH_HCCL_TRACE_BUFFER_SIZE=2000` in `cluster.environment`. Counts and recorders were tested with gloo, not on GPUs or NPUs.
 
-The sockets are in `/tmp/megarl-stacks-UID`, which only the user can open. A hung call ends by itself:
-[faults.md](faults.md#calls-that-hang).
+The sockets are in `/tmp/megarl-stacks-UID`, which only the user can open. [faults.md](faults.md#calls-that-hang)
+describes when a hung call ends.
 
 `python -m docs.generate.doctor` writes this page from `megarl/commands/doctor/`.
 
