@@ -26,7 +26,7 @@ LONGEST = (  # files of minutes, the longest first
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files in the order of their time, roughly: first the longest, then those that start real processes. A long file at the
+    """Sort the files roughly by their time: first the longest, then files that start real processes. A long file at the
     end would occupy one of two workers while the other has nothing left."""
     stack = {item.path for item in items if item.get_closest_marker("stack")}
     longest = {ROOT / name: place for place, name in enumerate(LONGEST)}

@@ -59,7 +59,7 @@ class Failing:
 
 
 class LearningWorkers(Workers):
-    """Stand-in trainers whose weights are the list of all updates so far. The last two steps are skipped."""
+    """Stand-in trainers with the list of all updates so far as their weights. The last two steps are skipped."""
 
     failure = None
 

@@ -181,7 +181,7 @@ def test_a_token_loss_keeps_its_value_and_metrics() -> None:
 def test_the_loss_and_its_metrics_are_without_rejected_tokens(
     rejecting: dict[str, Any], rho: list[float], share: float
 ) -> None:
-    """Of two sequences of three tokens with ratio 1 and advantage 1, the first has tokens that are rejected."""
+    """Two sequences of three tokens have ratio 1 and advantage 1, and tokens of the first one are rejected."""
     batch = random_inputs(0, [3, 3])
     batch.loss_mask = torch.ones(6, dtype=torch.float64)
     batch.loss_weights = batch.token_share = batch.loss_mask / 6
@@ -279,7 +279,7 @@ class TestCriteria:
         return {"ratio": np.exp(d), "k2": d**2 / 2, "k3": np.exp(d) - d - 1}[name]
 
     def passes(self, span: str, name: str, d: np.ndarray, token: int, counted: np.ndarray) -> bool:
-        """Whether `token` of one sequence with log-ratios `d` and loss tokens `counted` is within `LIMITS`."""
+        """Return whether `token` of one sequence with log-ratios `d` and loss tokens `counted` is within `LIMITS`."""
         limit = self.LIMITS[name]
         low, high = limit if isinstance(limit, list) else (-math.inf, limit)
         if span == "token":

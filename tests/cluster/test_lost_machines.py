@@ -52,7 +52,7 @@ def test_an_engine_starts_on_another_machine(machines: Any, tmp_path: Path) -> N
         lost = next(node for node in machines.list_all_nodes() if node.node_id == first)
         machines.remove_node(lost, allow_graceful=False)
         with pytest.raises(MachineLost, match="a machine with 1 NPU of this run has left"):
-            for _ in range(2):  # Ray may notice the death of the process before that of its machine
+            for _ in range(2):  # Ray may notice the death of the process before the loss of its machine
                 assert wait_until(engine.failure, 120)
                 engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), replaces=engine, **start)
         machines.add_node(num_cpus=8, object_store_memory=128 << 20, resources={"NPU": 1})

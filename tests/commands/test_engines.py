@@ -103,7 +103,7 @@ def test_engines_are_listed_and_their_number_changes(directory: Path, capsys: py
     assert run.engines.restarts == [1, 3] and listed["engines"][3]["name"] == "engine3" and listed["wanted"] == 4
     assert fewer[-1].startswith("Leaving engines get no further groups") and "4 -> 2 engines" in fewer[-2]
     run.engines.check()
-    assert sorted(run.engines.ended) == [1, 3] and run.engines.fleet.serving == [0, 2], "those that do not sample"
+    assert sorted(run.engines.ended) == [1, 3] and run.engines.fleet.serving == [0, 2], "engines that do not sample end"
     assert set(run.asked) == {2}, "devices per engine"
 
 

@@ -252,7 +252,7 @@ def test_a_shutdown_of_one_engine_ends_all_without_a_failure(engines: Engines) -
 def test_vllm_executes_the_model_once_in_each_step(
     running: bool, queue: list[str], executes: bool, expected: list[str]
 ) -> None:
-    """Otherwise other engines' tokens would be combined with those of another step, or wait forever."""
+    """Otherwise other engines' tokens would be combined with tokens of another step, or wait forever."""
     backend, done = _VllmBackend(EngineSpec("e0", "model", "float32", 8, data_parallel=2)), list[str]()
     core = SimpleNamespace(batch_queue=queue, step_fn=lambda: (done.append("step"), executes))
     client = SimpleNamespace(engine_core=core, execute_dummy_batch=lambda: done.append("dummy"))

@@ -178,7 +178,7 @@ def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
     path.write_bytes(b'{"segment":0}\n{"step":0,"event":"update 0"}\n{"step":4,"ev')
     assert read_segments(path) == {0: [{"segment": 0}, {"step": 0, "event": "update 0"}]}
     TapeFile(path, {"segment": 1}).close()
-    assert read_segments(path)[1] == [{"segment": 1}], "the next start writes on a line of its own"
+    assert read_segments(path)[1] == [{"segment": 1}], "the next start begins a new line"
 
 
 def test_events_differ_by_prompt_seed_and_length() -> None:

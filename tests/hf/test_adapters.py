@@ -40,7 +40,7 @@ def adapter(tmp_path: Path, hf_config: dict[str, Any]) -> Path:
 
 
 def write_adapter(folder: Path, hf_config: dict[str, Any], rank: int = 4, drop: str = "", **config: Any) -> Path:
-    """Write a PEFT directory with matrices of zeros on all linears, except those that end in `drop`."""
+    """Write a PEFT directory with matrices of zeros on all linears, except names that end in `drop`."""
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **config}))
     tensors = {}

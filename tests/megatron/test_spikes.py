@@ -61,7 +61,7 @@ def test_a_later_update_is_compared_with_the_earlier_ones_of_the_step(results: d
 
 @EACH
 def test_a_skipped_update_counts_in_the_schedule(results: dict[str, list[Any]], case: str) -> None:
-    """As after a norm that is not finite: the learning rates of later updates stay those of a run without the spike."""
+    """Like an update with a norm that is not finite: later updates have the learning rates of a run without the spike."""
     steps = [of(results, case, part, "steps") for part in ("plain", "the second", "both", "none")]
     assert steps == [2, 4, 6, 8]
 

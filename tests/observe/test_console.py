@@ -151,7 +151,7 @@ def test_the_reward_covers_all_sampled_groups() -> None:
 
 
 def test_the_gap_of_old_tokens_is_not_taken_for_a_numerical_one():
-    """With engines that sample ahead, the mean gap contains the policy's change; that of the newest tokens is shown, with its lag."""
+    """With engines that sample ahead, the mean gap contains the policy's change; the gap of the newest tokens is shown, with its lag."""
     ahead = {
         "critic/rewards/mean": 0.5,
         "rollout/logprob_gap_mean": 0.3,

@@ -56,7 +56,7 @@ def test_phases_nest_repeat_and_add_up(tmp_path: Path) -> None:
 
 
 def test_withdrawn_metrics_leave_their_time(tmp_path: Path) -> None:
-    """Of a failed attempt: speeds are computed from the times of phases."""
+    """A failed attempt's metrics are withdrawn. Its times stay: speeds are computed from the times of phases."""
     with RunLog(make_recipe(samples_per_step=4), tmp_path / "run", 1, 5) as log:
         log.add({"timing_s/gen": 1.0, "kept": 1.0})
         before = log.pending()

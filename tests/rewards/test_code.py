@@ -149,7 +149,7 @@ RIGHT = {
     "a million numbers": ("def f(xs): return sorted(xs)", "xs = list(range(10**6))\nassert f(xs[::-1]) == xs"),
     "nested lists": ("def f(x):\n    for _ in range(100): x = [x]\n    return x", "x = f(1)\nwhile isinstance(x, list):\n    x = x[0]\nassert x == 1"),
     "no assertion": ("def f(x): return x", "import os"),
-    "a helper whose name starts with test": ("def add(a, b): return a + b", "def test(a, b, expected): assert add(a, b) == expected\ntest(1, 2, 3)"),
+    "a helper named test": ("def add(a, b): return a + b", "def test(a, b, expected): assert add(a, b) == expected\ntest(1, 2, 3)"),
     "a test function with a default": ("def f(x): return x", "def test_f(value=3, *more): assert f(value) == 3"),
     "a base class of test cases": ("def f(x): return x", "import unittest\nclass Base(unittest.TestCase):\n    value = 1\nclass T(Base):\n    def test(self): self.assertEqual(f(self.value), 1)"),
     "a main block": ("def f(x): return x", "def check():\n    assert f(3) == 3\nif __name__ == '__main__':\n    check()"),

@@ -1,4 +1,4 @@
-"""Scorers whose service is down for a while: a real server that fails, hangs, or is killed and started again."""
+"""Scorers with a service that is down for a while: a real server that fails, hangs, or is killed and started again."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_a_restored_admission_continues_with_the_same_groups() -> None:
 
 
 def test_a_fraction_of_a_batch_may_start() -> None:
-    """As verl's `staleness_threshold`: (1 + 0.5) x 4 groups after each update."""
+    """Equal to verl's `staleness_threshold`: (1 + 0.5) x 4 groups after each update."""
     admission = Admission(4, 0.5, None, continuous=True, batches=3)
     admission.version = 0
     assert list(admission.start(admission.capacity())) == [0, 1, 2, 3, 4, 5]

@@ -269,7 +269,7 @@ class Unanswering(ManualService):
 def test_a_run_that_ends_saves_without_the_tokens_of_an_engine_that_does_not_answer(
     error: Exception | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Otherwise such an engine would cost the whole checkpoint, whose weights do not need it."""
+    """Otherwise the run would lose the whole checkpoint, although its weights do not depend on the engine."""
     engines: Any = [EngineHandle(ManualService()), EngineHandle(Unanswering(error))]  # type: ignore[arg-type]
     assert copy_in_time(engines, 0, seconds=0.5) == {}
     assert (str(error) if error else "did not return them within 0.5 s") in caplog.text

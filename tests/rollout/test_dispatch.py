@@ -46,7 +46,7 @@ def test_an_engine_loads_when_its_groups_have_finished() -> None:
     assert dispatch.take_due_loads() == [] and dispatch.behind
     assert dispatch.start(lambda _: 9) == [1], "engine 0 finishes, and engine 1 has its share"
     dispatch.remove(0)
-    assert dispatch.take_due_loads() == [0] and dispatch.take_due_loads() == [], "it is told once"
+    assert dispatch.take_due_loads() == [0] and dispatch.take_due_loads() == [], "a load is due once"
     dispatch.remove(1)
     assert dispatch.start(lambda _: 9) == [1], "engine 0 loads"
     dispatch.loaded(0, 1)

@@ -110,7 +110,7 @@ def test_samples_of_a_leaving_engine_are_continued() -> None:
 
 
 def test_with_drain_a_leaving_engine_finishes_its_groups() -> None:
-    """Continued samples would have other tokens than those of a run whose engines stay."""
+    """Continued samples would have other tokens than in a run with a fixed set of engines."""
     engines = ElasticEngines(2, at_update="drain")
     engines.source.admit(0)
     engines.fleet.set_wanted(1)
@@ -231,7 +231,7 @@ def test_an_engine_that_hands_groups_over_does_not_stay() -> None:
 
 
 def test_an_update_waits_for_engines_that_hand_groups_over() -> None:
-    """Otherwise they would go to engines whose weights change meanwhile."""
+    """Otherwise they would go to engines while their weights change."""
     engines = ElasticEngines(2)
     engines.source.admit(0)
     leaving = engines.services[1]

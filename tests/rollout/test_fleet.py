@@ -191,7 +191,7 @@ def test_a_group_that_ends_every_engine_is_named() -> None:
 
 
 def test_an_engine_waits_for_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its machine has left the cluster: that is said once, and no attempt counts as a death or a restart."""
+    """Its machine has left the cluster: one notice names it, and no attempt counts as a death or a restart."""
     engines = Engines(count=3)
     started, machines = engines.restart, list[str]()
 

@@ -1,4 +1,4 @@
-"""A run whose model and rows are on the hub, on the real stack: commits, epochs, chat template, and a run from its adapter."""
+"""A run with model and rows on the hub, on the real stack: commits, epochs, chat template, and a run from its adapter."""
 
 from __future__ import annotations
 

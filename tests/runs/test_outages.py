@@ -71,7 +71,7 @@ def test_a_run_waits_for_a_service_and_saves_at_sigterm_during_an_outage(
     training.wait_for_steps(2)
     service.kill()
     wait_for_notice(training, f"{service.url} is down: no connection")
-    time.sleep(5)  # for the steps whose groups have been scored before
+    time.sleep(5)  # for the steps with groups that were scored before
     reached = len(metrics_so_far(training.directory))
     time.sleep(5)
     assert len(metrics_so_far(training.directory)) == reached

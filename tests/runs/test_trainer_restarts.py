@@ -13,7 +13,7 @@ from tests.support.stack import metrics
 from tests.support.training_runs import Run, background_runs
 
 pytestmark = pytest.mark.stack
-DEATH = "PLANTED_DEATH"  # as in tests/support/planted_loss.py, whose import would register its losses here
+DEATH = "PLANTED_DEATH"  # as in tests/support/planted_loss.py; an import of that module would register its losses here
 
 SETTINGS = [
     "cluster.trainers=2",

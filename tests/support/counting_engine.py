@@ -30,7 +30,7 @@ def _number(version: int, seed: int, place: int) -> int:
 
 
 def request(group: int, lengths: Sequence[int], **settings: Any) -> GenerationRequest:
-    """A request whose sample i ends after lengths[i] tokens: by a stop, and the longest by `max_tokens`."""
+    """Return a request with samples of these lengths: each ends by a stop, and the longest by `max_tokens`."""
     prompt = Prompt(f"p{group}", (1, 2, *lengths), "", "test")
     return GenerationRequest(group, prompt, Sampling(len(lengths), max(lengths)), 100 * group, **settings)
 

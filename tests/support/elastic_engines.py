@@ -85,7 +85,7 @@ class ElasticEngines(Engines):
         self.sampling.append(handle)
 
     def end(self, engine: int) -> None:
-        """End a process: its calls fail in a thread of the transport, as those of a real one."""
+        """End a process: its calls fail in a thread of the transport, as in a real one."""
         self.ended.append(engine)
         service = self.services[engine]
         service.stopping = True
@@ -96,7 +96,7 @@ class ElasticEngines(Engines):
         assert not thread.is_alive(), "the calls of an ended process wait for a lock that the controller holds"
 
     def check(self) -> None:
-        """What a check of the processes calls, about every second."""
+        """Poll the fleet, as a check of the processes does about every second."""
         self.fleet.poll()
         self.source.moves.release_engines()
         self.fleet.poll()

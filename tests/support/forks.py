@@ -6,7 +6,7 @@ Importing torch, Megatron and transformers takes eight seconds of a core, vLLM t
     process.wait()
 
 `SERVERS` names the modules that are imported before the fork. A server starts at the first use, one for each name and each
-value of the variables `_READ_BY_IMPORTS`, and lives as long as the process of the tests. The child is as a fresh ``python -m
+value of the variables `_READ_BY_IMPORTS`, and lives until the process of the tests ends. The child is as a fresh ``python -m
 MODULE ARGUMENTS`` in the given environment, except that other variables which the imports read count as the server had them.
 """
 
@@ -39,7 +39,7 @@ SERVERS = {
     "nothing": "tests",
 }
 _READ_BY_IMPORTS = ("PYTHON", "MEGARL_TEST_")
-_LOST = 255  # exit status of a process whose server is gone
+_LOST = 255  # exit status of a process that has lost its server
 
 
 class Forked:

@@ -89,7 +89,7 @@ TP2xETP2     -       -        -             -           slow       slow     slow
 TP2xPP2xEP2  -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        slow
 TP2xCP2xEP2  -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        slow
 """
-"""Models that differ from those of `MATRIX` by their tables, and in few computations."""
+"""Models that differ from the models of `MATRIX` by their tables, and in few computations."""
 
 
 def case(model: str, layout: str, *, slow: bool = False, **more: Any) -> dict[str, Any]:

@@ -335,7 +335,7 @@ def write_model(name: str, directory: Path) -> Path:
 
 
 def _name_kimi(file: Path) -> None:
-    """Write the model_type of Kimi-K2, which transformers does not know: its repository brings code of its own."""
+    """Write the model_type of Kimi-K2, which transformers does not know: its repository brings the model's code."""
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "model_type": "kimi_k2"}))
 

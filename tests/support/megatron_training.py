@@ -1,5 +1,5 @@
-"""Trainers, batches and results in the trainer processes of tests/megatron. The import prepares the platform, and so must
-precede that of Megatron."""
+"""Trainers, batches and results in the trainer processes of tests/megatron. Import it before
+Megatron: the import prepares the platform."""
 
 from __future__ import annotations
 

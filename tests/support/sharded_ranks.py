@@ -1,4 +1,4 @@
-"""Trainer and engine ranks of a sharded weight sync, as threads of one process, whose parameters a test can compare."""
+"""Trainer and engine ranks of a sharded weight sync, as threads of one process, so that a test can compare their parameters."""
 
 from __future__ import annotations
 

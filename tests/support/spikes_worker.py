@@ -1,4 +1,4 @@
-"""One trainer process of tests/megatron/test_spikes.py: updates with and without spikes, and what they changed.
+"""One trainer process of tests/megatron/test_spikes.py: updates with and without spikes, and their changes.
 
 Usage, with the environment of torchrun: python -m tests.support.spikes_worker CASES.json OUTPUT_DIRECTORY
 """

@@ -1,4 +1,4 @@
-"""Imports of trainer processes, also those that functions make, for the processes of `tests.support.forks`."""
+"""Imports of trainer processes, including imports within functions, for the processes of `tests.support.forks`."""
 
 from __future__ import annotations
 

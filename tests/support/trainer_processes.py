@@ -18,7 +18,7 @@ SERVER_OF = {
     "tests.support.untouched_ranks": "nothing",
     "tests.support.activations_worker": "nothing",  # replaces collectives before Megatron is imported
 }
-"""Modules whose processes need other imports than a trainer on the CPU."""
+"""Modules of processes that need other imports than a trainer on the CPU."""
 
 
 CASES = 4

@@ -371,7 +371,7 @@ def test_a_failure_is_compared(
 def test_a_training_that_does_not_start_gives_its_status(
     failed: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For example on a machine with too few devices: its error is no failure of the step."""
+    """A replay on a machine with too few devices has an error, which is not a failure of the step."""
     bundle(failed.run.path, tmp_path / "step.tar")
     monkeypatch.setattr(replaying, "run_child", lambda *_: 2)
     assert repeat(tmp_path / "step.tar", tmp_path / "out") == 2

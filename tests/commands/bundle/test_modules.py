@@ -1,4 +1,4 @@
-"""Local modules that a recipe names, and those that they import."""
+"""Local modules that a recipe names, and their imports."""
 
 from __future__ import annotations
 

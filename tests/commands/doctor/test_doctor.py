@@ -229,7 +229,7 @@ class TestRecipe:
     def test_devices_of_a_cluster_without_its_first_node(
         self, quickstart_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The kind of device is that of a node that answered."""
+        """The kind of device comes from a node that answered."""
         recipe = self.recipe(quickstart_data, tmp_path)
         silent = Answer("10.0.0.1", 0, error="no answer within 240 s")
         reports = compared([silent, Answer("10.0.0.2", 1, NodeReport("b", 1, [], "cuda", 1))])

@@ -47,8 +47,8 @@ Fault = tuple[str, Callable[[FakeMachine], object], str, str, list[str], Needs]
 DRIVER_INFO = "/usr/local/Ascend/driver/version.info"
 ATB_PATH, CANN_INFO = "/usr/local/Ascend/nnal/atb/latest/version.info", "/usr/local/Ascend/cann-9.1.0/aarch64-linux/ascend_toolkit_install.info"  # fmt: skip
 FAULTS: dict[str, Fault] = {
-    "torch beside another torch_npu": ("npu", lambda m: m.packages.update({"torch": "2.9.0+cpu"}), "pairs", "FAIL", ["torch-npu 2.10.0.post4", "torch==2.10.0"], RECIPE),
-    "vllm beside another vllm-ascend": ("npu", lambda m: m.packages.update({"vllm": "0.22.1+empty"}), "pairs", "FAIL", ["vllm-ascend", "vllm==0.23.*"], RECIPE),
+    "torch with another torch_npu": ("npu", lambda m: m.packages.update({"torch": "2.9.0+cpu"}), "pairs", "FAIL", ["torch-npu 2.10.0.post4", "torch==2.10.0"], RECIPE),
+    "vllm with another vllm-ascend": ("npu", lambda m: m.packages.update({"vllm": "0.22.1+empty"}), "pairs", "FAIL", ["vllm-ascend", "vllm==0.23.*"], RECIPE),
     "plain triton": ("npu", lambda m: m.packages.update({"triton": "3.6.0"}), "pairs", "FAIL", ["pip uninstall -y triton"], RECIPE),
     "another mbridge": ("npu", lambda m: m.packages.update({"mbridge": "0.14.0"}), "packages", "warning", ["mbridge 0.14.0 (the set has 0.15.1)", "CANN 9.1.0"], RECIPE),
     "no MindSpeed": ("npu", lambda m: m.packages.pop("mindspeed"), "packages", "FAIL", ["not installed: mindspeed"], RECIPE),
@@ -104,9 +104,9 @@ FAULTS: dict[str, Fault] = {
     "a cluster that is not there": ("cpu", lambda m: None, "ray", "FAIL", ["127.0.0.1:9", "RAY_ADDRESS"], Needs(ray_address="127.0.0.1:9")),
     "a clock never set": ("cpu", lambda m: setattr(m, "started", 0.0), "clocks", "FAIL", ["1970"], RECIPE),
     "a clock that jumps": ("cpu", lambda m: setattr(m, "slow_clock", 3.0), "clocks", "warning", ["+3.00 s"], RECIPE),
-    "a clock that nobody keeps": ("cpu", lambda m: m.programs.update(timedatectl=Output(0, "no\n")), "clocks", "warning", ["NTP", "chronyd"], RECIPE),
+    "a clock without synchronization": ("cpu", lambda m: m.programs.update(timedatectl=Output(0, "no\n")), "clocks", "warning", ["NTP", "chronyd"], RECIPE),
     "few open files": ("npu", lambda m: setattr(m, "limits", (1024, 4096)), "open files", "warning", ["1024", "32768", "--ulimit"], RECIPE),
-    "few open files, and more to be had": ("cpu", lambda m: setattr(m, "limits", (1024, 524288)), "open files", "warning", ["ulimit -n 32768"], CLUSTER),
+    "few open files, and a higher limit": ("cpu", lambda m: setattr(m, "limits", (1024, 524288)), "open files", "warning", ["ulimit -n 32768"], CLUSTER),
     "docker's /dev/shm": ("cpu", lambda m: m.disks.update({"/dev/shm": (64 << 20, 64 << 20)}), "shared memory", "FAIL", ["64 MiB", "--shm-size"], RECIPE),
     "/dev/shm too small for the largest tensor": ("cpu", lambda m: m.disks.update({"/dev/shm": (8 * GIB, 8 * GIB)}), "shared memory", "FAIL", ["6.0 GiB for 2 buckets", "2.4 GiB for Ray"], Needs(bucket_bytes=3 * GIB)),
     "no memory left": ("cpu", lambda m: m.write("/proc/meminfo", MEMINFO.format(8 << 20, 4 << 20)), "memory", "warning", ["4.0 GiB of 8.0 GiB", "6.0 GiB for 3 processes"], RECIPE),

@@ -43,7 +43,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_run(path: Path, recipe: Recipe, times: Estimate, steps: int = 5, change: Change = lambda line: line) -> Path:
-    """Write a run whose phases took the seconds of `times`, and ten times as long in the first two steps."""
+    """Write a run with phases that took the seconds of `times`, and ten times as long in the first two steps."""
     path.mkdir()
     (path / "recipe.resolved.yaml").write_text(to_yaml(replace(recipe, name=path.name)))
     samples = recipe.data.prompts_per_step * recipe.rollout.samples_per_prompt

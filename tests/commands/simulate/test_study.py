@@ -55,7 +55,7 @@ def subject(devices: int = 16, **settings: Any) -> SimulatedRecipe:
 
 
 def test_drain_and_the_synchronous_run_have_no_window_of_the_recipe() -> None:
-    """A run with drain refuses a window of its own, which the recipe has for refresh."""
+    """A run with drain refuses a window, and the recipe has one for refresh."""
     simulated = subject(rollout__window=0.5, rollout__max_staleness=2.0, cluster__placement="disaggregated")
     for layout in (simulated.colocated(), simulated.split(8, "drain", 2, 0.0), simulated.split(8, "refresh", 2, 0.5)):
         assert simulated.refusal(layout) is None
