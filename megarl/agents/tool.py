@@ -210,7 +210,7 @@ def find(name: str) -> Tool:
 
 
 def tool_paths(names: Sequence[str]) -> list[str]:
-    """Return the names that `find` takes, for entries of `agent.tools`: a YAML file of verl stands for all its tools.
+    """Return the names that `find` takes, for entries of `agent.tools`. A YAML file of verl gives the names of all its tools.
 
     Raises ValueError for a file that cannot be used.
     """

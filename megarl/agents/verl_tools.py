@@ -115,7 +115,7 @@ def _described(make: Callable[[], Any], place: str) -> Tool:
 
 @dataclass
 class AgentData:
-    """The argument `agent_data` of `execute`, which all of verl's tools of a sample share. Of verl's fields it has these."""
+    """The argument `agent_data` of `execute`, which all of verl's tools of a sample share. It has only these of verl's fields."""
 
     request_id: str
     tools_kwargs: dict[str, Any]

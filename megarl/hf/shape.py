@@ -20,7 +20,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of one layer: the mean over layers, where some have another mixer."""
+    """Attention of one layer, as the mean over the layers if some have another mixer."""
 
     weights: int
     per_pair: int  # multiply-adds per (query, key) pair in training
@@ -76,7 +76,7 @@ class ModelShape:
 
 
 def model_shape(hf_config: Config) -> ModelShape:
-    """Count a model's parameters. Raises ValueError for a `model_type` of no family."""
+    """Count a model's parameters. Raises ValueError for an unknown `model_type`."""
     family, config = family_of(hf_config), text_fields(hf_config)
     hidden = config["hidden_size"]
     sparse = tuple(family.sparse(config, layer) for layer in range(config["num_hidden_layers"]))

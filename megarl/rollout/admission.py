@@ -119,7 +119,7 @@ class Admission:
         return numbers
 
     def finish(self, group: Group, accepted: bool) -> None:
-        """Record a finished group, release the groups that may be, and close batches that are now complete or exhausted."""
+        """Record a finished group, release the finished groups that may be released, and close complete or exhausted batches."""
         self.running -= 1
         self._wait(TriedGroup(group, accepted))
         while (number := self._next_release()) is not None:

@@ -36,7 +36,7 @@ class BegunGroup:
 
 
 def request_checksum(request: GenerationRequest) -> str:
-    """Return a checksum of what a continued request must share with the first one: prompt, sampling settings and seed."""
+    """Return a checksum of the fields that a continued request shares with the first one: prompt, sampling settings and seed."""
     settings = (request.group, request.prompt.uid, request.sampling, request.seed, request.with_greedy)
     checksum = zlib.crc32(repr(settings).encode())
     return f"{zlib.crc32(np.asarray(request.prompt.tokens, dtype='<i8').tobytes(), checksum):08x}"
@@ -118,7 +118,7 @@ class BegunGroups:
         self._groups[number] = group
 
     def continued(self, request: GenerationRequest) -> GenerationRequest:
-        """Return `request` with what the checkpoint has of its samples, if anything."""
+        """Return `request` with its samples so far, if the checkpoint has any."""
         group = self._groups.pop(request.group, None)
         if group is None:
             return request

@@ -74,7 +74,7 @@ class Dispatch:
         self._engines[engine].closed = True
 
     def open_only(self, serving: Collection[int]) -> None:
-        """Start groups on the `serving` engines alone, which have the newest weights. They may be more than before."""
+        """Start further groups only on the `serving` engines, which have the newest weights. Their indices may be new."""
         missing = max(serving, default=-1) + 1 - len(self._engines)
         self._engines += [_EngineState(version=self._version) for _ in range(missing)]
         for index, engine in enumerate(self._engines):

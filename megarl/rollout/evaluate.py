@@ -41,7 +41,7 @@ def is_correct(sample: Sample) -> bool:
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Probability that at least 1 of k samples, drawn without replacement, is correct (Codex, arXiv 2107.03374)."""
+    """Return the probability that at least 1 of k samples, drawn without replacement, is correct (Codex, arXiv 2107.03374)."""
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 

@@ -139,7 +139,7 @@ def batch_metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
 def batch_of(
     tried: list[TriedGroup], count: int, dynamic: DynamicSamplingConfig, metrics: Metrics, notice: str | None
 ) -> Batch:
-    """Return the batch of the accepted ones of `tried` groups. `metrics`, `notice`: further ones of the batch.
+    """Return the batch of the accepted groups in `tried`. `metrics`, `notice`: additional ones of the batch.
 
     Raises RuntimeError if fewer than `count` are accepted and `when_exhausted` is fail.
     """

@@ -25,7 +25,7 @@ Notice = Callable[[str, Event | None], None]
 
 @dataclass(frozen=True)
 class Samplers:
-    """The engines that sample and score, and what `EnginesSource` and `evaluate` watch while they wait for them."""
+    """The engines that sample and score, and the objects that `EnginesSource` and `evaluate` check while they wait for them."""
 
     engines: list[SamplingEngine]  # may grow
     check: Callable[[], None]
@@ -45,7 +45,7 @@ def connect_samplers(
     notice: Notice,
     verdicts: Verdicts | None,
 ) -> Samplers:
-    """Put the engines together, all of which have loaded. sources, platform: see `start_engines`. stop: adds the check for SIGTERM.
+    """Connect the loaded engines to the judge and the fleet. sources, platform: see `start_engines`. stop: adds the check for SIGTERM.
     verdicts: see `with_judge`."""
     check, outages = check_for(recipe.rollout, engines, cluster, notice)
 

@@ -66,7 +66,7 @@ class TapeSegment:
 
     @property
     def last_step(self) -> int:
-        """The last step after which the engines were given new groups; `after` if there is none."""
+        """The last step after which the engines received new groups; `after` if there is none."""
         return max((record["version"] for record in self.records if "version" in record), default=self.after)
 
 

@@ -26,8 +26,8 @@ class Waiting:
         self._seconds: dict[Reason, float] = {"engines": 0.0, "scorers": 0.0, "window": 0.0}
 
     def observe(self, idle: int, reason: Reason | None, scoring: float = 0.0, engines: int | None = None) -> None:
-        """From now on `idle` engines have no group, and trainers wait for `reason` (None: they do not wait). engines: their number,
-        if it has changed.
+        """Record that from now on `idle` engines have no group, and trainers wait for `reason` (None: they do not wait).
+        engines: their number, if it has changed.
 
         `scoring`: seconds for which the group that has just arrived was scored. If trainers waited for engines meanwhile,
         they waited for scorers.

@@ -1,4 +1,4 @@
-"""A model family: how its checkpoints are stored, how Megatron builds it, and what of its config.json is not supported. Pure."""
+"""A model family: how its checkpoints are stored, how Megatron builds it, and which settings of config.json it does not support. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Refusals = Iterator[tuple[bool, str]]
 
 
 def never(config: Config, layer: int) -> bool:
-    """Return that no layer is a mixture of experts."""
+    """Return False: a dense model has no mixture of experts."""
     return False
 
 
@@ -26,7 +26,7 @@ def after_the_first(config: Config, layer: int) -> bool:
 
 
 def supports_all(config: Config) -> Refusals:
-    """Refuse nothing."""
+    """Return no reason to refuse a configuration."""
     return iter(())
 
 

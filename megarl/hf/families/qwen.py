@@ -38,7 +38,7 @@ def _qwen2_moe(config: Config) -> dict[str, Any]:
 
 
 def every_few(config: Config, layer: int) -> bool:
-    """Return whether a layer is one of the mixtures of experts, which may be only every few layers."""
+    """Return whether a layer is a mixture of experts. Some models have one only every few layers."""
     dense = layer in (config.get("mlp_only_layers") or [])
     return not dense and (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
 

@@ -22,7 +22,7 @@ class TableRow:
 
 
 def row(kind: Kind, parameter: str, *tensors: str) -> TableRow:
-    """Return a row of a family's table."""
+    """Map a Megatron parameter to checkpoint tensors: one row of a family's table."""
     return TableRow(kind, parameter, tensors)
 
 

@@ -55,7 +55,7 @@ def data_files(names: Sequence[HubName]) -> list[Path]:
 
 
 def cached_files(item: str) -> list[str]:
-    """Return the files in the cache of an item of `data.train_files`, without any connection; [] if it has none there."""
+    """Return the cached files of an item of `data.train_files`, without any connection; [] if there are none."""
     try:
         name = data_name(item)
     except HubError:

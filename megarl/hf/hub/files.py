@@ -37,7 +37,7 @@ class Listing:
 
 
 def listing(name: HubName, kind: Kind) -> Listing:
-    """Return the files of a repository: of a commit, the list in the cache; else from the hub; without its answer the cache."""
+    """Return the files of a repository: the cached list of a commit, else the hub's, else the cached files if the hub is down."""
     from huggingface_hub import HfApi
 
     folder = cached_snapshot(name, kind)

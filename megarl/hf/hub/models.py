@@ -45,7 +45,7 @@ def model_folder(name: HubName, *, weights: bool = True) -> Path:
 
 
 def config_folder(name: HubName) -> Path:
-    """Return the folder in the cache with the model's config.json, and with no more if it was not there. Raises HubError."""
+    """Return the cached folder with the model's config.json. Only this file is downloaded if it is missing. Raises HubError."""
     with hub_errors(name, "model"):
         return snapshot(listing(name, "model").name, "model", ["config.json"])
 

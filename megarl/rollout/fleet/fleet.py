@@ -109,7 +109,7 @@ class Fleet(ChangingFleet):
 
     @property
     def serving(self) -> list[int]:
-        """Engines that may be given groups."""
+        """Engines that may receive groups."""
         with self.lock:
             return [] if self._interrupted else self._states.serving
 
@@ -186,7 +186,7 @@ class Fleet(ChangingFleet):
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
-        """In the block an update of the weights runs, repeatedly until one succeeds."""
+        """Mark a block as an update of the weights, which is repeated until it succeeds."""
         with self.lock:
             self._in_update, self._updating = True, set(self._states.members)
         yield
@@ -194,7 +194,7 @@ class Fleet(ChangingFleet):
             self._in_update = self._interrupted = False
 
     def follow_update(self, member: Member, update: Future[Any]) -> None:
-        """Note it if an engine fails in its own part of an update, or of its preparation, other than by the abort of the whole."""
+        """Record an engine that fails in an update or its preparation, unless the error is the abort of the whole update."""
 
         def ended(update: Future[Any]) -> None:
             error = update.exception()
@@ -211,7 +211,7 @@ class Fleet(ChangingFleet):
                 self._messages.append((f"{self.engines[engine].name} has the run's weights, and samples", None))
 
     def restart_all(self, members: Sequence[Member], error: Exception, check: Callable[[], None], limit: float) -> None:
-        """After an update of `members` that `error` has aborted: end and restart them all, and return when they have loaded.
+        """End and restart all `members` of an update that `error` has aborted, and return when they have loaded.
 
         check: of the run's processes. Raises `error` if none of the members has died or failed, and as `end_and_restart` does.
         """

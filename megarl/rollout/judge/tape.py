@@ -34,7 +34,7 @@ class Verdicts:
 
     @staticmethod
     def of(spec: TapeSpec, arrived: Collection[int] = frozenset()) -> Verdicts:
-        """Open the tape of `spec`. Raises ReplayError if the recorded segment is missing. arrived: as of the constructor."""
+        """Open the tape of `spec`. Raises ReplayError if the recorded segment is missing. arrived: see the constructor."""
         if spec.recorded is None:
             return Verdicts(TapeFile(spec.path, {"segment": spec.segment}))
         segment = read_segments(spec.recorded).get(spec.recorded_segment)
