@@ -160,7 +160,7 @@ def test_a_start_that_only_wrote_metrics_is_named(
     assert replay(recorded.run.path, None, []) == 1
     text = capsys.readouterr().out
     assert "start 2 of 2: the metrics of step 4" in text and "the replay has no metrics of step 4" in text
-    assert "3 lines of metrics are equal" in text
+    assert "3 lines of metrics are bitwise equal" in text
 
 
 @pytest.mark.parametrize(
