@@ -143,10 +143,11 @@ def test_a_vocabulary_larger_than_the_models_is_refused(directory):
 def test_a_bare_sentencepiece_model(sentencepiece_directory):
     tokenizer = load_tokenizer(sentencepiece_directory)
     assert tokenizer.vocab_size == 300 and tokenizer.stop_ids == (tokenizer.eos_id,) == (2,)
-    ids = tokenizer.encode("what is 3 plus 4?")
-    assert tokenizer.decode([*ids, tokenizer.eos_id]) == "what is 3 plus 4?"
+    question = "what is 3 plus 4?"
+    ids = tokenizer.encode(question)
+    assert tokenizer.decode([*ids, tokenizer.eos_id]) == question
     assert tokenizer.decode(tokenizer.encode("四")) == "四"
-    assert tokenizer.encode_batch(["3", "what is 3 plus 4?"])[1] == ids
+    assert tokenizer.encode_batch(["3", question])[1] == ids
     assert tokenizer.render_text(MESSAGES, False) == "2+2?" and tokenizer.leading_ids(False) == []
     with pytest.raises(ValueError, match=r"data\.chat_template: false"):
         tokenizer.render_text(MESSAGES, True)
