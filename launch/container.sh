@@ -30,20 +30,23 @@ case "$kind" in
     exit 2
     ;;
 esac
+if [ "$kind" = npu ] && [ ! -e /usr/local/bin/npu-smi ] && [ -e /usr/local/sbin/npu-smi ]; then
+  mounts+=(/usr/local/sbin/npu-smi)
+fi
 for device in "${devices[@]}"; do
   if [ -e "$device" ]; then
     options+=(--device "$device")
   elif [ "$kind" = npu ]; then
-    echo "container.sh: this node has no $device: is Ascend's driver installed?" >&2
+    echo "container.sh on $(hostname): this node has no $device: is Ascend's driver installed?" >&2
     exit 1
   fi
 done
 for path in ${mounts[@]+"${mounts[@]}"}; do # docker would create an empty folder for one that is missing
-  if [ -e "$path" ]; then options+=(-v "$path:$path:ro"); else echo "container.sh: no $path here, not mounted" >&2; fi
+  if [ -e "$path" ]; then options+=(-v "$path:$path:ro"); else echo "container.sh on $(hostname): no $path here, not mounted" >&2; fi
 done
 name=${CONTAINER:-megarl}
 if docker container inspect "$name" > /dev/null 2>&1; then
-  echo "container.sh: this node has a container $name already: docker rm -f $name ends it" >&2
+  echo "container.sh on $(hostname): this node has a container $name already: docker rm -f $name ends it" >&2
   exit 1
 fi
 if [ -n "${CHECKOUT:-}" ]; then options+=(-v "$CHECKOUT:/opt/megarl"); fi
@@ -52,7 +55,7 @@ if [ "${SANDBOX:-1}" != 0 ]; then
 fi
 for folder in data models runs; do
   if ! mkdir -p "$shared/$folder"; then
-    echo "container.sh: cannot make $shared/$folder: set SHARED to a folder of all nodes in which $(id -un) may write" >&2
+    echo "container.sh on $(hostname): cannot make $shared/$folder: set SHARED to a folder of all nodes in which $(id -un) may write" >&2
     exit 1
   fi
   options+=(-v "$shared/$folder:/opt/megarl/$folder")
@@ -60,6 +63,6 @@ done
 docker run -d --name "$name" --network host --ipc host --init \
   --ulimit nofile=65536:65536 --ulimit memlock=-1:-1 "${options[@]}" "${IMAGE:-megarl-$kind}" sleep infinity
 if ! docker exec "$name" sh -c 'for folder in data models runs; do rm "$(mktemp "/opt/megarl/$folder/.XXXXXX")" || exit 1; done'; then
-  echo "container.sh: root of the container cannot write in $shared (NFS with root_squash?): chmod 1777 its data, models and runs" >&2
+  echo "container.sh on $(hostname): root of the container cannot write in $shared (NFS with root_squash?): chmod 1777 its data, models and runs" >&2
   exit 1
 fi

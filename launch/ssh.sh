@@ -39,12 +39,13 @@ done
 if [ -n "${INTERFACE:-}" ]; then
   for library in HCCL GLOO TP NCCL; do variables+=("${library}_SOCKET_IFNAME=$INTERFACE"); done
 fi
-pid_file=runs/.launcher-${hosts[0]}.pid # of the first node's launcher
+pids=runs/.launcher-${hosts[0]} # files with the process ids of launchers on the first node
+pid_file=$pids.$(hostname).$$.pid
 
 on() { # HOST COMMAND ...: run it in the host's container
   local host=$1
   shift
-  ssh -n "$host" "$(printf '%q ' docker exec -w /opt/megarl "${CONTAINER:-megarl}" "$@")"
+  ssh -n -o ServerAliveInterval=60 "$host" "$(printf '%q ' docker exec -w /opt/megarl "${CONTAINER:-megarl}" "$@")"
 }
 
 start() { # RANK ARGUMENTS ...: of multinode.sh
@@ -55,16 +56,23 @@ start() { # RANK ARGUMENTS ...: of multinode.sh
   on "${hosts[$rank]}" bash -c "$command"
 }
 
-stop() {
+stop() { # FILES: a pattern. A file may be of a launcher that has ended, and its process id of another process
   echo "ssh.sh: ending the run" >&2
-  on "${hosts[0]}" bash -c "kill -TERM \$(cat $pid_file)"
+  # shellcheck disable=SC2016
+  on "${hosts[0]}" bash -c 'status=1
+    for file in '"$1"'; do
+      id=$(cat "$file" 2> /dev/null) || continue
+      if grep -qs multinode "/proc/$id/cmdline"; then kill -TERM "$id" && status=0; else rm -f "$file"; fi
+    done
+    [ $status = 0 ] || echo "ssh.sh: no run that launch/ssh.sh has started is alive there" >&2
+    exit $status'
 }
 
 if [ "$1" = --stop ]; then
-  stop
+  stop "$pids.*.pid"
   exit
 fi
-trap 'stop || true' INT TERM HUP
+trap 'stop "$pid_file" || true' INT TERM HUP
 others=()
 for ((rank = 1; rank < ${#hosts[@]}; rank++)); do
   (trap '' INT TERM HUP && start "$rank" "$@" 2>&1 | sed -u "s/^/${hosts[$rank]}: /") &

@@ -126,7 +126,8 @@ def health(machine: Machine, needs: Needs) -> Iterator[Finding]:
     output = machine.run(["npu-smi", "info"], 10.0)
     if output is None:
         yield warning(
-            "npu-smi is not installed", "in a container, mount the host's /usr/local/bin/npu-smi and /usr/local/dcmi"
+            "npu-smi is not installed",
+            "in a container, mount the host's npu-smi (/usr/local/bin or /usr/local/sbin) and /usr/local/dcmi",
         )
         return
     listed = chips(output.text) if output.good else []

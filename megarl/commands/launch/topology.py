@@ -140,7 +140,7 @@ def loopback_problem(topology: Topology) -> str | None:
         return None
     return (
         f"MASTER_ADDR={topology.master} is {address} on this node, which other nodes cannot reach. Set MASTER_ADDR on every node to "
-        "this node's address in the nodes' network (ip -br addr)."
+        "this node's address in the nodes' network (ip -br addr); for launch/ssh.sh, write that address into the file of hosts."
     )
 
 

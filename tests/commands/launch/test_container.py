@@ -16,10 +16,10 @@ from tests.support.cluster_workers import ROOT, wait_until
 BASH = shutil.which("bash") or ""
 # Each host is this machine; `docker exec` changes to the folder $SITE/opt.
 SSH = """#!/usr/bin/env bash
-[ "$1" = -n ] || exit 99
-export HOST=$2
+[ "$1 $2 $3" = "-n -o ServerAliveInterval=60" ] || exit 99
+export HOST=$4
 # Processes of another machine are in another session, and inherit no ignored signals.
-exec setsid --wait env --default-signal=INT,TERM,HUP bash -c "$3"
+exec setsid --wait env --default-signal=INT,TERM,HUP bash -c "$5"
 """
 DOCKER = """#!/usr/bin/env bash
 [ "$1 $2 $3 $4" = "exec -w /opt/megarl megarl" ] || exit 98
@@ -108,6 +108,27 @@ def test_a_run_is_ended_at_its_first_node(site: dict[str, str], how: str) -> Non
     finally:
         if run.poll() is None:
             subprocess.run(command(site, "--stop"), env=site, timeout=30, check=False)
+            os.killpg(run.pid, signal.SIGKILL)
+
+
+def test_stop_ends_the_run_that_is_alive_and_no_other_process(site: dict[str, str]) -> None:
+    """A launcher that has ended leaves its file behind, and its process id may be of another process by now."""
+    runs = Path(site["SITE"]) / "opt" / "runs"
+    stranger = subprocess.Popen(["sleep", "60"])
+    run = subprocess.Popen(command(site, "waits"), env=site, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        assert wait_until((Path(site["SITE"]) / "opt" / "up").exists, 20)
+        (runs / ".launcher-node0.host.1.pid").write_text(f"{stranger.pid}\n")
+        assert subprocess.run(command(site, "ends"), env=site, capture_output=True, timeout=30).returncode == 7
+        assert subprocess.run(command(site, "--stop"), env=site, timeout=30).returncode == 0
+        assert run.wait(20) == 143
+        assert stranger.poll() is None and not (runs / ".launcher-node0.host.1.pid").exists()
+        done = subprocess.run(command(site, "--stop"), env=site, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 1 and "no run that launch/ssh.sh has started is alive" in done.stderr
+    finally:
+        stranger.kill()
+        stranger.wait()
+        if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)
 
 
