@@ -113,9 +113,10 @@ def test_export_is_bit_identical_to_the_original(results: Path, case: dict[str, 
 def test_training_does_not_depend_on_the_layout(results: Path, case: dict[str, Any]) -> None:
     base, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (case["reference"], case["name"]))
     delta_nets = case["model"].startswith(("qwen3_next", "qwen3_5"))  # their decay's gradient is rounded more coarsely
-    for metrics, expected in zip(got["metrics"], base["metrics"], strict=True):
+    for step, (metrics, expected) in enumerate(zip(got["metrics"], base["metrics"], strict=True)):
         assert metrics["tokens"] == sum(LENGTHS)
-        relative = 1e-5 if delta_nets else 2e-6
+        # Adam magnifies rounding of small gradients, so the second step begins with weights that differ by up to 1e-6.
+        relative = (5e-5 if step else 1e-5) if delta_nets else 2e-6
         assert metrics == pytest.approx(expected, rel=relative), "a loss or gradient norm depends on the layout"
     same = SAME_CHANGE_OF_DELTA_NETS if delta_nets else SAME_CHANGE
     check_weights(got["after"], base["after"], checkpoint_tensors(results / "models" / case["model"]), same)
