@@ -324,6 +324,23 @@ def test_engines_leave_an_evaluation_only_with_their_machine(machine_ends: bool)
     assert engines.ended == [1]
 
 
+@pytest.mark.parametrize("machine_ends", [True, False])
+def test_an_engine_that_keeps_its_groups_in_an_evaluation(monkeypatch: pytest.MonkeyPatch, machine_ends: bool) -> None:
+    """It samples for the evaluation, and no update waits for it: it is ended afterwards, unless its machine ends."""
+    monkeypatch.setattr(changing, "HAND_OVER_SECONDS", 0.0)
+    engines = ElasticEngines(2)
+    engines.source.admit(0)
+    leaving = engines.services[1]
+    leaving.silent = True
+    with engines.fleet.evaluation():
+        engines.fleet.leave_machine([1], 60.0) if machine_ends else engines.fleet.set_wanted(1)
+        engines.check()
+        engines.check()
+        assert leaving.hand_overs == 1 and engines.ended == ([1] if machine_ends else [])
+    engines.check()
+    assert engines.ended == [1] and engines.running()[0] == list(range(8))
+
+
 def test_a_further_engine_waits_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another job has taken them since the request: the engine waits, and the ones behind it, too."""
     from megarl.cluster.failures import MachineLost

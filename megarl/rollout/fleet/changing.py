@@ -158,7 +158,8 @@ class ChangingFleet:
             elif time.monotonic() > by:
                 self._depart(engine)
         for member, since in list(self._handing_over.items()):
-            if time.monotonic() - since > HAND_OVER_SECONDS:
+            defers = self._evaluations > 0 and member[0] not in self._leave_by
+            if time.monotonic() - since > HAND_OVER_SECONDS and not defers:
                 self._end_silent(member)
         for engine in self._states.surplus():
             self._leave(engine, returns=False)
