@@ -31,7 +31,7 @@ from megarl.weight_sync.session import (
     merge_reports,
 )
 from megarl.weight_sync.shared_memory import remove_stale_files
-from megarl.weight_sync.store import StoreChannel
+from megarl.weight_sync.store import LOAD_PAUSE, StoreChannel
 
 Export = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
@@ -135,7 +135,7 @@ class Sender(ABC):
         """Wait until every engine rank that this rank sends to has loaded the version, and compare reports."""
         keys = [done_key(self._updates, self.session.names[target]) for target in self._targets]
         self._updates += 1
-        values = self._channel.wait(keys, f"receivers to load version {sent.version}")
+        values = self._channel.wait(keys, f"receivers to load version {sent.version}", longest_pause=LOAD_PAUSE)
         if values:
             received = merge_reports([UpdateReport(**report) for report in values])
             streams = {key: value for key, value in received.streams.items() if key in sent.streams}

@@ -267,10 +267,16 @@ def stream_key(stream: int, receiver: str) -> str:
 
 
 def merge_reports(reports: Sequence[UpdateReport]) -> UpdateReport:
-    """Merge the reports of several ranks or engines into one."""
+    """Merge the reports of several ranks or engines into one. Raises WeightSyncError if their versions differ."""
+    versions = sorted({report.version for report in reports})
+    if len(versions) > 1:
+        raise WeightSyncError(
+            f"ranks report different versions of the weights in one update: {', '.join(map(str, versions))}; all of them must "
+            "report the version that was sent"
+        )
     phases = dict.fromkeys(phase for report in reports for phase in report.seconds)
     return UpdateReport(
-        version=reports[0].version,
+        version=versions[0],
         streams={key: value for report in reports for key, value in report.streams.items()},
         bytes=sum(report.bytes for report in reports),
         buckets=sum(report.buckets for report in reports),

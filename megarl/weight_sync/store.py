@@ -13,6 +13,7 @@ from megarl.weight_sync.session import ABORT, Session, WeightSyncError
 
 _ABORT_POLL_SECONDS = 0.2
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.005
+LOAD_PAUSE = 0.05  # longest pause while engines load or check weights: hundreds of ranks then wait at one store, for seconds
 
 
 class StoreChannel:
@@ -62,8 +63,11 @@ class StoreChannel:
         for key in keys:
             self._call(self.store.delete_key, self.session.key(key))
 
-    def wait(self, keys: Sequence[str], awaited: str) -> list[Any]:
-        """Wait until all `keys` exist and return their values. `awaited` describes them in error messages."""
+    def wait(self, keys: Sequence[str], awaited: str, *, longest_pause: float = _LONGEST_PAUSE) -> list[Any]:
+        """Wait until all `keys` exist and return their values. `awaited` describes them in error messages.
+
+        longest_pause: seconds between two requests to the store, at most.
+        """
         missing = list(keys)
 
         def arrived() -> bool:
@@ -71,13 +75,15 @@ class StoreChannel:
                 missing.pop(0)
             return not missing
 
-        self.wait_until(arrived, lambda: f"{awaited} ({', '.join(missing)})")
+        self.wait_until(arrived, lambda: f"{awaited} ({', '.join(missing)})", longest_pause)
         return self.read(keys)
 
-    def wait_until(self, done: Callable[[], bool], awaited: Callable[[], str]) -> None:
+    def wait_until(
+        self, done: Callable[[], bool], awaited: Callable[[], str], longest_pause: float = _LONGEST_PAUSE
+    ) -> None:
         """Poll `done` until it is true. Raises WeightSyncError if the session is aborted or its timeout passes."""
         try:
-            in_time = self._poll(done)
+            in_time = self._poll(done, longest_pause)
         except WeightSyncError as error:
             raise WeightSyncError(f"{error} (this process waited for {awaited()})") from error
         if not in_time:
@@ -86,7 +92,7 @@ class StoreChannel:
                 f"(if it is only slow, raise weight_sync.timeout)"
             )
 
-    def _poll(self, done: Callable[[], bool]) -> bool:
+    def _poll(self, done: Callable[[], bool], longest_pause: float) -> bool:
         """Return False if `done` is still false after the session's timeout."""
         start = time.monotonic()
         next_abort_poll, pause = start + _ABORT_POLL_SECONDS, _FIRST_PAUSE
@@ -98,7 +104,7 @@ class StoreChannel:
             if now - start > self.session.timeout:
                 return False
             time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE)
+            pause = min(pause * 1.5, longest_pause)
         return True
 
     def raise_if_aborted(self) -> None:

@@ -16,6 +16,7 @@ from megarl.weight_sync.sharded import manifest
 from megarl.weight_sync.sharded.copy import StreamCopier
 from megarl.weight_sync.sharded.slices import SliceTable
 from megarl.weight_sync.sharded.verify import SliceFingerprints
+from megarl.weight_sync.store import LOAD_PAUSE
 
 CompletedHook = Callable[[Iterable[int], Callable[[int], torch.Tensor]], None]
 """Called with the numbers of complete parameters and a function that returns a parameter's memory."""
@@ -178,7 +179,7 @@ class ShardedReceiver(Receiver):
         assert self._needed is not None
         self._channel.publish(f"loaded/{self._version}/{self.name}", check.fingerprints)
         key = f"verdict/{self._version}/{self.name}"
-        (wrong,) = self._channel.wait([key], "the trainers to compare with their export")
+        (wrong,) = self._channel.wait([key], "the trainers to compare with their export", longest_pause=LOAD_PAUSE)
         self._channel.delete([key])
         if wrong:
             raise WeightSyncError(

@@ -17,6 +17,7 @@ from megarl.weight_sync.sharded import manifest
 from megarl.weight_sync.sharded.copy import StreamCopier
 from megarl.weight_sync.sharded.slices import SliceTable
 from megarl.weight_sync.sharded.verify import differing_tensors, expected_fingerprints
+from megarl.weight_sync.store import LOAD_PAUSE
 
 
 @dataclass
@@ -138,7 +139,8 @@ class ShardedSender(Sender):
         for rank, table, expected in zip(ranks, tables, all_expected, strict=True):
             name = self.session.names[rank]
             key = f"loaded/{version}/{name}"
-            (loaded,) = self._channel.wait([key], f"receiver {name!r} to publish the fingerprints of its weights")
+            awaited = f"receiver {name!r} to publish the fingerprints of its weights"
+            (loaded,) = self._channel.wait([key], awaited, longest_pause=LOAD_PAUSE)
             self._channel.delete([key])
             self._channel.publish(f"verdict/{version}/{name}", differing_tensors(table, loaded, expected))
         return sum(len(expected) for expected in all_expected)
