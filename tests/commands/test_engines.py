@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,6 +146,24 @@ def test_an_engine_that_leaves_stays_if_it_is_wanted_again(directory: Path, caps
         engines.services[2].reply()
         engines.check()
     assert engines.ended == [2] and capsys.readouterr().out
+
+
+def test_simultaneous_requests_count_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first waits for Ray's count of free devices, while the second arrives."""
+    run = Run(free=8)
+    second = threading.Thread(target=lambda: answers.append(run.requests.answer_engines(["+1"])))
+    answers: list[dict[str, Any]] = []
+
+    def count_free(devices: int) -> int:
+        if second.ident is None:
+            second.start()
+            second.join(0.5)
+        return 8
+
+    monkeypatch.setattr(run.cluster, "free_services", count_free)
+    answers.append(run.requests.answer_engines(["+1"]))
+    second.join(10)
+    assert {answer["before"] for answer in answers} == {3, 4} and run.engines.fleet.wanted == 5
 
 
 def test_engines_without_devices_have_no_limit(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

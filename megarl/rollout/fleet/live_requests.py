@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.cluster.base import Cluster, Service
@@ -45,6 +46,9 @@ class EngineRequests:
     fixed: str | None
     versions: Callable[[], Sequence[int | None]]
     groups: Callable[[], Mapping[int, int]]
+    # Held while a request changes the wanted number, so that each of two simultaneous +1 counts. Not the fleet's lock: the count
+    # of free devices waits for Ray.
+    changing: threading.Lock = field(default_factory=threading.Lock)
 
     def answer_engines(self, words: Sequence[str]) -> dict[str, Any]:
         """Return the engines, after a change of the wanted number if `words` has one: 4, +1 or -1. ``refused``: the reason."""
@@ -52,14 +56,14 @@ class EngineRequests:
             return self._listed()
         if self.fleet is None or self.fixed is not None:
             return {"refused": f"the number of its engines is fixed: {self.fixed}"}
-        before = self.fleet.wanted
-        change = int(words[0])
-        target = before + change if words[0][0] in "+-" else change
-        problem = self._problem(target)
-        if problem is not None:
-            return {"refused": problem}
-        if target != before:
-            self.fleet.set_wanted(target)
+        with self.changing:
+            before, change = self.fleet.wanted, int(words[0])
+            target = before + change if words[0][0] in "+-" else change
+            problem = self._problem(target)
+            if problem is not None:
+                return {"refused": problem}
+            if target != before:
+                self.fleet.set_wanted(target)
         return {**self._listed(), "before": before}
 
     def answer_leave(self, words: Sequence[str]) -> dict[str, Any]:
