@@ -82,7 +82,11 @@ class ChangingFleet:
                 return f"{pluralize(left, 'engine')} would be left that sample, and rollout.min_engines is {self.least}"
             if new:
                 self._stay(spare[: max(0, self.least - left)])
-            self._leave_by |= {engine: (self._states.process(engine), time.monotonic() + seconds) for engine in new}
+            by = time.monotonic() + seconds
+            for engine, (process, earlier) in self._leave_by.items():
+                if engine in engines and process == self._states.process(engine):
+                    self._leave_by[engine] = process, min(by, earlier)
+            self._leave_by |= {engine: (self._states.process(engine), by) for engine in new}
         return None
 
     def leaving(self) -> list[Leaver]:
