@@ -166,7 +166,6 @@ def test_an_engine_that_restarts_in_an_aborted_update_has_left_its_machine() -> 
 @pytest.mark.parametrize("notices", [[60.0], [90.0, 60.0], [60.0, 90.0]])
 def test_an_engine_ends_with_its_grace_time(monkeypatch: pytest.MonkeyPatch, notices: list[float]) -> None:
     """A group is scored for longer than the machine lives: another engine samples it again. The earliest notice counts."""
-    now = time.monotonic()
     engines = ElasticEngines(2)
     engines.source.admit(0)
     engines.services[1].scoring = {3}
@@ -174,6 +173,7 @@ def test_an_engine_ends_with_its_grace_time(monkeypatch: pytest.MonkeyPatch, not
         assert engines.fleet.leave_machine([1], seconds) is None
     engines.check()
     assert engines.running()[1] == [3] and engines.ended == []
+    now = time.monotonic()
     monkeypatch.setattr(changing.time, "monotonic", lambda: now + 61)
     engines.check()
     assert engines.ended == [1] and engines.running()[0] == list(range(8))
