@@ -35,6 +35,11 @@ _COMMUNICATION = re.compile(
 )
 
 
+def is_communication_error(cause: str) -> bool:
+    """Return True for an error that another rank's end may have caused (broken connection, timeout). cause: "ValueError: ..."."""
+    return _COMMUNICATION.search(cause) is not None
+
+
 @dataclass(frozen=True)
 class Returned:
     """The return value of a call."""
@@ -96,8 +101,8 @@ class Failure:
 
     @property
     def is_communication(self) -> bool:
-        """True for an error that another rank's end may have caused (broken connection, timeout)."""
-        return not self.died and _COMMUNICATION.search(self.cause) is not None
+        """See `is_communication_error`."""
+        return not self.died and is_communication_error(self.cause)
 
     def __str__(self) -> str:
         text = f"{self.place} {'died' if self.died else 'failed'}: {self.cause}"

@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # Megatron must not be imported before the platform has prepa
     from megarl.algorithms.inputs import LossInputs
     from megarl.megatron.batch import MicroBatch
     from megarl.megatron.trainer import PolicyTrainer
-    from megarl.weight_sync.sender import ExportingRank, Sender
+    from megarl.weight_sync.sender import UpdatingRank
 
 
 class ActorWorker(Worker):
@@ -47,7 +47,7 @@ class ActorWorker(Worker):
 
     def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
         super().__init__(recipe, total_optimizer_steps, weights_only)
-        self.sender: Sender | ExportingRank | None = None
+        self.sender: UpdatingRank | None = None
         self.adapters = False  # sends only adapters, after the base weights with the first version
         self.first_sent: int | None = None  # the first version
         # State of the current step:
@@ -344,17 +344,18 @@ class ActorWorker(Worker):
         weight_sync, host = self.recipe.weight_sync, os.environ["MASTER_ADDR"]
         self.adapters, self.first_sent = route == "adapters", None
         self._close_sender()
+        session: Session | None = None
         if route == "sharded":
             from megarl.megatron.weight_sender import open_sender
 
             opened = open_sender(self.trainer.model, weight_sync, receivers, host, self.platform.name)
             if isinstance(opened, str):
                 return opened
-            self.sender = opened
+            self.sender, session = opened, opened.session
         elif self.rank == 0:
             from megarl.weight_sync.full.sender import FullSender
 
-            self.sender = FullSender.open(
+            sender = FullSender.open(
                 host,
                 receivers,
                 transport=weight_sync.transport,
@@ -364,11 +365,12 @@ class ActorWorker(Worker):
                 directory=str(weights_directory(self.recipe)),
                 adapter_alpha=self.recipe.lora.alpha if self.adapters else None,
             )
+            self.sender, session = sender, sender.session
         else:
             from megarl.weight_sync.sender import ExportingRank
 
             self.sender = ExportingRank()
-        return self.sender.session if self.rank == 0 else None
+        return session if self.rank == 0 else None
 
     def send_weights(self, version: int) -> UpdateReport | AbortedUpdate | None:
         """Send the weights to the engines. Returns this rank's report; None if it sends nothing. Raises BrokenWeights."""
@@ -376,8 +378,8 @@ class ActorWorker(Worker):
 
         assert self.sender is not None, "open_weight_sync comes first"
         self.check_weights(f"the engines do not receive version {version}. {CAUSES_OF_BROKEN_WEIGHTS}")
-        export, goes_on = functools.partial(self._export, version), self.recipe.rollout.min_engines is not None
-        return send_or_abort(self.sender, version, export, goes_on)
+        export = functools.partial(self._export, version)
+        return send_or_abort(self.sender, version, export, survive_abort=self.recipe.rollout.min_engines is not None)
 
     def _export(self, version: int) -> Any:
         """Export what the engines load: all weights, gathered on all ranks, or adapters."""

@@ -174,10 +174,9 @@ class OutgoingBuckets:
 
     def close(self) -> None:
         """Free the slots and close the links, without waiting."""
-        for link in self._links.values():
-            link.close()
-        for slot in [*self._slots, *self._copies]:
-            slot.close()
+        with contextlib.ExitStack() as closing:  # the links first, and each part even if another one raises
+            for part in [*self._slots, *self._copies, *self._links.values()]:
+                closing.callback(part.close)
 
 
 def handles_key(holder: Peer, reader: int) -> str:

@@ -49,9 +49,10 @@ class Receiver:
         self._heartbeat.end()
 
     def close(self) -> None:
-        """Free the slots and leave the session. May be called twice."""
+        """Leave the session and free the slots. May be called twice."""
         atexit.unregister(self.close)
-        self._heartbeat.close()
-        self._fingerprinter.close()
-        if self._incoming is not None:
-            self._incoming.close()
+        with contextlib.ExitStack() as closing:  # in reverse order, each even if another one raises
+            if self._incoming is not None:
+                closing.callback(self._incoming.close)
+            closing.callback(self._fingerprinter.close)
+            closing.callback(self._heartbeat.close)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from megarl.cluster.failures import is_communication_error
 from megarl.cluster.key_value_store import serve_store
 from megarl.weight_sync.fingerprint import Fingerprinter
 from megarl.weight_sync.heartbeat import HeartbeatClient, HeartbeatMonitor
@@ -21,6 +23,7 @@ from megarl.weight_sync.outgoing import OutgoingBuckets
 from megarl.weight_sync.process_group import CAUSE_SECONDS
 from megarl.weight_sync.session import (
     DEVICE_TRANSPORTS,
+    SHARED_MEMORY_DIR,
     AbortedUpdate,
     Session,
     UpdateReport,
@@ -42,9 +45,15 @@ def start_session(
     receivers: Sequence[tuple[str, str]],
     *,
     transport: str,
+    sharded: bool,
+    bucket_bytes: int,
     timeout: float,
+    heartbeat_timeout: float,
     device: str = "cpu",
-    **settings: Any,
+    shm_dir: str = SHARED_MEMORY_DIR,
+    check_every: int = 0,
+    directory: str | None = None,
+    adapter_alpha: float | None = None,
 ) -> tuple[Session, Any]:
     """Start a session and its key-value store. Call it in the process of the trainers' rank 0.
 
@@ -60,10 +69,16 @@ def start_session(
         secret=secrets.token_hex(32),
         senders=tuple(senders),
         receivers=tuple(receivers),
+        sharded=sharded,
         transport=transport,
+        bucket_bytes=bucket_bytes,
         timeout=timeout,
+        heartbeat_timeout=heartbeat_timeout,
+        shm_dir=shm_dir,
         device=device if transport in DEVICE_TRANSPORTS else "cpu",
-        **settings,
+        check_every=check_every,
+        directory=directory,
+        adapter_alpha=adapter_alpha,
     )
     return session, store
 
@@ -84,8 +99,9 @@ class Sender(ABC):
         self._targets: list[int] = []  # engine ranks that this rank sends to, once connected
         self._fingerprinter = Fingerprinter(on_device=session.stays_on_devices)
         with contextlib.ExitStack() as undo:  # close threads and connections if a later step fails
-            monitor = None if store is None else HeartbeatMonitor(session, self._channel)
-            self._monitor = monitor and undo.enter_context(contextlib.closing(monitor))
+            self._monitor: HeartbeatMonitor | None = None
+            if store is not None:
+                self._monitor = undo.enter_context(contextlib.closing(HeartbeatMonitor(session, self._channel)))
             self._heartbeat = undo.enter_context(contextlib.closing(HeartbeatClient(self._channel, f"trainer {rank}")))
             self._join()
             undo.pop_all()
@@ -115,21 +131,24 @@ class Sender(ABC):
                 self._wait_until_loaded(report)
                 return report
         except BaseException as error:
-            with contextlib.suppress(WeightSyncError):  # the session is aborted already, or its store is gone
-                if isinstance(error, RuntimeError) and "onnection" in str(error):
-                    self._wait_for_cause()
-                self._channel.abort(f"trainer {self._rank} failed: {type(error).__name__}: {error}")
+            self._abort(f"{type(error).__name__}: {error}")
             raise
 
-    def _wait_for_cause(self) -> None:
-        """Give the heartbeat monitor time to name the dead rank that broke the trainers' process group.
+    def _abort(self, cause: str) -> None:
+        """Abort the session because this rank failed, unless the heartbeat monitor does with a better reason: a dead rank breaks
+        the connections of the others."""
+        with contextlib.suppress(WeightSyncError):  # the store is gone, which all ranks detect
+            if not (is_communication_error(cause) and self._is_aborted_soon()):
+                self._channel.abort(f"trainer {self._rank} failed: {cause}")
 
-        Raises WeightSyncError once the session is aborted.
-        """
+    def _is_aborted_soon(self) -> bool:
+        """Return whether the session is aborted within `CAUSE_SECONDS`."""
         deadline = time.monotonic() + CAUSE_SECONDS
-        while time.monotonic() < deadline:
-            self._channel.raise_if_aborted()
+        while self._channel.abort_reason() is None:
+            if time.monotonic() > deadline:
+                return False
             time.sleep(0.02)
+        return True
 
     def _wait_until_loaded(self, sent: UpdateReport) -> None:
         """Wait until every engine rank that this rank sends to has loaded the version, and compare reports."""
@@ -139,53 +158,66 @@ class Sender(ABC):
         if values:
             received = merge_reports([UpdateReport(**report) for report in values])
             streams = {key: value for key, value in received.streams.items() if key in sent.streams}
-            compare_reports(sent, UpdateReport(**{**received.to_dict(), "streams": streams}))
+            compare_reports(sent, dataclasses.replace(received, streams=streams))
 
     def close(self) -> None:
-        """Free the slots and leave the session. May be called twice."""
+        """Leave the session and free the slots. May be called twice."""
         atexit.unregister(self.close)
-        self._heartbeat.close()
-        if self._monitor is not None:
-            self._monitor.close()
-        self._fingerprinter.close()
-        if self._outgoing is not None:
-            self._outgoing.close()
+        with contextlib.ExitStack() as closing:  # in reverse order, each even if another one raises
+            if self._outgoing is not None:
+                closing.callback(self._outgoing.close)
+            closing.callback(self._fingerprinter.close)
+            if self._monitor is not None:
+                closing.callback(self._monitor.close)
+            closing.callback(self._heartbeat.close)
+
+
+class UpdatingRank(Protocol):
+    """A trainer rank's part in updates: a `Sender` or an `ExportingRank`."""
+
+    def send(self, version: int, export: Export) -> UpdateReport | None: ...
+
+    def exports(self, version: int) -> bool: ...
+
+    def close(self) -> None: ...
 
 
 class ExportingRank:
     """A trainer rank that takes part in the collective export of a full session and sends nothing."""
-
-    session = None
 
     def send(self, version: int, export: Export) -> None:
         """Drain the export."""
         for _ in export():
             pass
 
+    def exports(self, version: int) -> bool:
+        """Return True: each full update is exported."""
+        return True
+
     def close(self) -> None:
         """Do nothing."""
 
 
 def send_or_abort(
-    sender: Sender | ExportingRank, version: int, export: Export, goes_on: bool
+    rank: UpdatingRank, version: int, export: Export, *, survive_abort: bool
 ) -> UpdateReport | AbortedUpdate | None:
-    """Send as `Sender.send` does. goes_on: if the update is aborted, return why; the trainers go on (`rollout.min_engines`).
+    """Send as `Sender.send` does. survive_abort: if the update is aborted, return an AbortedUpdate instead of raising.
 
     The export is then drained: it is a collective, and other ranks may wait for this one.
     """
-    exports: list[Iterator[tuple[str, torch.Tensor]]] = []
+    exported: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        exports.append(iter(export()))
-        return exports[-1]
+        nonlocal exported
+        exported = iter(export())
+        return exported
 
     try:
-        return sender.send(version, tensors)
+        return rank.send(version, tensors)
     except WeightSyncError as error:
-        if not goes_on:
+        if not survive_abort:
             raise
-        assert isinstance(sender, Sender), "a rank that only exports takes no part in the session"
-        if sender.exports(version):
-            for _ in exports[-1] if exports else tensors():
+        if rank.exports(version):
+            for _ in exported if exported is not None else tensors():
                 continue
         return AbortedUpdate(str(error))

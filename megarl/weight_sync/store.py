@@ -13,7 +13,9 @@ from megarl.weight_sync.session import ABORT, Session, WeightSyncError
 
 _ABORT_POLL_SECONDS = 0.2
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.005
-LOAD_PAUSE = 0.05  # longest pause while engines load or check weights: hundreds of ranks then wait at one store, for seconds
+LOAD_PAUSE = (
+    0.05  # longest pause while engines load or check weights: hundreds of ranks then wait at one store, for seconds
+)
 
 
 class StoreChannel:
@@ -107,13 +109,19 @@ class StoreChannel:
             pause = min(pause * 1.5, longest_pause)
         return True
 
+    def abort_reason(self) -> str | None:
+        """Return the reason for which a process of the session has aborted it; None if it goes on."""
+        key = self.session.key(ABORT)
+        if not self._call(self.store.check, [key]):
+            return None
+        reason = self.session.verified(ABORT, bytes(self._call(self.store.get, key)))
+        return None if reason is None else reason.decode()
+
     def raise_if_aborted(self) -> None:
         """Raise WeightSyncError if a process of the session has aborted it."""
-        key = self.session.key(ABORT)
-        if self._call(self.store.check, [key]):
-            reason = self.session.verified(ABORT, bytes(self._call(self.store.get, key)))
-            if reason is not None:
-                raise WeightSyncError(f"weight sync was aborted: {reason.decode()}")
+        reason = self.abort_reason()
+        if reason is not None:
+            raise WeightSyncError(f"weight sync was aborted: {reason}")
 
     def abort(self, reason: str) -> None:
         """Abort the session over this connection. See `Session.abort`."""

