@@ -15,6 +15,11 @@ from megarl.types import Completion
 OnFinished = Callable[[int, list[Completion]], None]  # group number, its completions in seed order
 
 
+def engine_name(number: int) -> str:
+    """Return the name of an engine of the policy."""
+    return f"engine{number}"
+
+
 class EngineDead(ProcessFailure):
     """The engine failed or was shut down, and serves no more calls. The message has the cause."""
 

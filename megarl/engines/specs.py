@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
-from megarl.engines.base import AdapterSpec, EngineSpec
+from megarl.engines.base import AdapterSpec, EngineSpec, engine_name
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.derived.weight_sync_route import wants_adapters
@@ -59,7 +59,7 @@ def fixed_models(recipe: Recipe) -> list[str]:
 
 def first_specs(recipe: Recipe, *, training: bool) -> list[tuple[str, EngineSpec]]:
     """Return (engine name, spec of its first engine) for each model with engines in training, or in `megarl eval`."""
-    specs = [(recipe.rollout.engine, policy_spec(recipe, "engine0", load_weights=not training))]
+    specs = [(recipe.rollout.engine, policy_spec(recipe, engine_name(0), load_weights=not training))]
     if training and needs_teacher(recipe.algorithm):
         specs.append((recipe.teacher.engine, teacher_spec(recipe, "teacher0")))
     if recipe.asks_judge:

@@ -9,6 +9,7 @@ from typing import Any
 from megarl.cluster import transport
 from megarl.cluster.base import Cluster
 from megarl.cluster.outage_watch import OutageWatch
+from megarl.engines.base import engine_name
 from megarl.engines.specs import policy_spec
 from megarl.recipe.observe import Event
 from megarl.recipe.schema import Recipe, RolloutConfig
@@ -96,7 +97,7 @@ def start_fleet(
         if engine < len(fleet.engines) and engine not in released:
             restart_engine(recipe, sources, platform, cluster, fleet.engines[engine])
             return
-        spec = policy_spec(recipe, f"engine{engine}", load_weights=False)
+        spec = policy_spec(recipe, engine_name(engine), load_weights=False)
         service = start_engine(recipe, spec, sources, platform, cluster, additional=True)
         released.discard(engine)
         if engine < len(fleet.engines):

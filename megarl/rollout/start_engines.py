@@ -13,7 +13,7 @@ from megarl.cluster.base import Cluster, Service
 from megarl.cluster.calls import wait_for_all
 from megarl.data.images import ImageReader
 from megarl.engines import engine_settings, process_env
-from megarl.engines.base import EngineSpec, EngineTraces
+from megarl.engines.base import EngineSpec, EngineTraces, engine_name
 from megarl.engines.specs import judge_spec, policy_spec, teacher_spec
 from megarl.errors import RecipeError
 from megarl.platform.environment import RoleSettings
@@ -49,9 +49,9 @@ def start_engines(
     """
     engines = []
     for number in range(recipe.rollout.engines):
-        spec = policy_spec(recipe, f"engine{number}", load_weights=load_weights)
+        spec = policy_spec(recipe, engine_name(number), load_weights=load_weights)
         if traces is not None and number in recipe.observe.profile_engines:
-            spec = replace(spec, traces=EngineTraces(str(traces / f"engine{number}"), trace_options(recipe.observe)))
+            spec = replace(spec, traces=EngineTraces(str(traces / spec.name), trace_options(recipe.observe)))
         if tape is not None:
             spec = replace(spec, tape=tape.of_engine(spec.name))
         engines.append(EngineHandle(start_engine(recipe, spec, sources, platform, cluster)))

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
+from megarl.engines.base import engine_name
 from megarl.engines.tape import Record, ReplayError, TapeFile, TapeSpec, read_segments
 from megarl.rollout.judge.tape import Verdicts
 from megarl.types import Group
@@ -118,7 +119,7 @@ def with_deaths(plans: Sequence[ReplayPlan]) -> str | None:
     for plan in plans:
         if (record := next((each for each in plan.segment.records if "died" in each), None)) is not None:
             return (
-                f"engine{record['died']} died in segment {plan.segment.number} of the tape, or joined or left in it, so that groups went to "
+                f"{engine_name(record['died'])} died in segment {plan.segment.number} of the tape, or joined or left in it, so that groups went to "
                 "other engines (rollout.min_engines)"
             )
     return None

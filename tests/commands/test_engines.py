@@ -211,7 +211,7 @@ def test_a_machine_leaves_if_the_run_can_go_on() -> None:
     run.services = []  # its process has ended
     assert run.requests.answer_leave(["3", "60"]) == {"engines": []}
     run.services = [run.engines.services[each] for each in (0, 1)]
-    assert "0 engines would be left that sample" in run.requests.answer_leave(["3", "60"])["refused"]
+    assert "only 0 engines would keep sampling" in run.requests.answer_leave(["3", "60"])["refused"]
 
 
 def test_runs_that_cannot_answer(directory: Path, tmp_path: Path) -> None:

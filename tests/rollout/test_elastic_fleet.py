@@ -47,7 +47,12 @@ def test_each_admitted_group_is_trained_once(events: list[tuple[str, int]], rule
             fleet.set_wanted(1 + number % 4)
         elif event == "machine":
             fleet.leave_machine([engine], 60.0)
-        elif event == "die" and deaths < 2 and set(fleet.serving) - {engine, *fleet._leave_by} and service.dead is None:
+        elif (
+            event == "die"
+            and deaths < 2
+            and set(fleet.serving) - {engine, *fleet._departures.on_ending_machines}
+            and service.dead is None
+        ):
             deaths += not fleet.states.is_dead(engine)
             service.die()
         elif event == "check":
@@ -145,7 +150,7 @@ def test_with_drain_groups_of_a_machine_that_ends_are_sampled_again() -> None:
 
 def test_a_machine_of_too_many_engines_cannot_leave() -> None:
     engines = ElasticEngines(3, least=2)
-    text = "1 engine would be left that sample, and rollout.min_engines is 2"
+    text = "only 1 engine would keep sampling, and rollout.min_engines is 2"
     assert engines.fleet.leave_machine([1, 2], 60.0) == text
     assert engines.fleet.leave_machine([2], 60.0) is None and engines.fleet.leave_machine([1], 60.0) == text
 
@@ -212,7 +217,7 @@ def test_a_leaving_engine_stays_if_the_machine_of_another_one_ends() -> None:
     engines.source.admit(0)
     engines.fleet.set_wanted(2)
     engines.check()
-    assert "1 engine would be left" in str(engines.fleet.leave_machine([1, 2], 60.0))
+    assert "only 1 engine would keep sampling" in str(engines.fleet.leave_machine([1, 2], 60.0))
     assert engines.fleet.leave_machine([1], 60.0) is None
     engines.check()
     assert engines.fleet.serving == [0, 2] and set(engines.ended) == {1}
@@ -255,7 +260,7 @@ def test_an_engine_that_does_not_hand_its_groups_over_is_ended(monkeypatch: pyte
     engines.check()
     engines.source.drain()
     assert engines.running()[0] == list(range(8)) and engines.ended == [1] and engines.source._error is None
-    assert "engine1 has not handed its groups over within 0.1 s: others sample them again" in engines.notices
+    assert "engine1 has not handed its groups over within 0.1 s: other engines resample them" in engines.notices
     figures = engines.fleet.take_metrics()
     assert figures["fleet/deaths"] == 0 and figures["fleet/sampled_again"] == 4
 

@@ -7,13 +7,14 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.rollout.fleet.departures import Departures
 from megarl.rollout.fleet.owners import GroupOwners
 from megarl.rollout.fleet.states import EngineState, EngineStates
 
 MEMBERS = [(engine, process) for engine in range(3) for process in range(2)]
 STATE_EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["die", "end", "restart", "load", "update", "want", "change", "machine", "left"]),
+        st.sampled_from(["die", "end", "restart", "load", "update", "want", "change", "machine", "remove"]),
         st.integers(0, 4),
     ),
     max_size=80,
@@ -55,8 +56,8 @@ def test_states_of_engines_that_join_and_leave(events: list[tuple[str, int]]) ->
             assert max(0, states.wanted - returning) <= len(states.staying) <= states.wanted
         elif event == "machine" and not states.is_dead(engine):
             states.leave(engine, returns=True)
-        elif event == "left" and engine in states.leaving:
-            states.left(engine)
+        elif event == "remove" and engine in states.leaving:
+            states.remove(engine)
             assert states.has_left(member)
         if states.is_dead(engine):
             ended.add(member)
@@ -77,9 +78,32 @@ def test_engines_that_do_not_sample_leave_first() -> None:
     assert states.surplus() == [1, 2, 3], "dead, starting, then the newest that samples"
     assert [states.leave(engine) for engine in states.surplus()] == [False, False, True]
     assert states.members == [(0, 0), (3, 0)] and states.serving == [0]
-    states.left(3)
+    states.remove(3)
     states.wanted = 3
     assert [states.add() for _ in range(states.missing())] == [1, 2], "their names are used again"
+
+
+def test_departures_keep_nothing_of_engines_that_have_left() -> None:
+    states = EngineStates(3)
+    departures = Departures(states)
+    for deadline in (9.0, 5.0, 7.0):
+        departures.end_machine(1, deadline)
+    assert departures.on_ending_machines == [1] and not departures.is_overdue(1, 5.0) and departures.is_overdue(1, 5.1)
+    for engine, returns in ((1, True), (2, False)):
+        states.leave(engine, returns=returns)
+    assert departures.can_stay() == [2]
+    assert departures.begin_handover((2, 0), 1.0) and departures.begin_handover((1, 0), 2.0)
+    assert not departures.begin_handover((2, 0), 3.0) and departures.can_stay() == []
+    assert departures.silent_since(1.0) == [] and departures.silent_since(1.5) == [2]
+    departures.end_handover((2, 0))
+    assert departures.silent_since(9.0) == [1]
+    for engine in (1, 2):
+        states.remove(engine)
+        departures.remove(engine)
+    departures.end_handover((1, 0))  # a late reply
+    assert departures._deadlines == {} and departures._handovers == {}
+    states.restart(1)
+    assert departures.on_ending_machines == [], "its new process is on another machine"
 
 
 OWNER_EVENTS = st.lists(

@@ -61,8 +61,9 @@ class Engines:
         self.notices: list[str] = []
         self.events: list[str | None] = []  # of the notices
         self.restarts: list[int] = []
+        self.ended: list[int] = []  # engines that have left and lost their process
         descriptions = [{"receivers": number} for number in range(count)]
-        self.fleet = Fleet(self.handles, descriptions, least, self.restart, self.note, load_limit=load_limit)
+        self.fleet = Fleet(self.handles, descriptions, least, self.restart, self.note, self.end, load_limit)
 
     def note(self, text: str, event: str | None) -> None:
         self.notices.append(text)
@@ -80,6 +81,17 @@ class Engines:
         assert not thread.is_alive(), "the calls of an ended process wait for a lock that the controller holds"
         self.services[engine] = Service(engine)
         self.handles[engine].service = self.services[engine]  # type: ignore[assignment]
+
+    def end(self, engine: int) -> None:
+        """End a process: its calls fail in a thread of the transport, as in a real one."""
+        self.ended.append(engine)
+        service = self.services[engine]
+        service.stopping = True
+        service.dead = Failure.death(ProcessInfo(f"service {service.name}", "host", 7), "it was stopped")
+        thread = threading.Thread(target=service.fail_calls, args=(ServiceDied(service.dead),), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive(), "the calls of an ended process wait for a lock that the controller holds"
 
     def load(self, engine: int) -> None:
         """Let the new process of an engine finish its start."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import Future
 from typing import Any
 
-from megarl.cluster.failures import CallFailed, Failure, ProcessInfo, Raised, ServiceDied
+from megarl.cluster.failures import CallFailed, Failure, ProcessInfo, Raised
 from megarl.rollout.engine_handle import EngineHandle, SamplingEngine
 from megarl.rollout.fleet.fleet import Fleet
 from megarl.rollout.source_engines import EnginesSource
@@ -55,14 +54,13 @@ class LeavingService(Service):
 
 
 class ElasticEngines(Engines):
-    """A fleet that gains and loses engines, and a source that samples with it. `ended`: numbers of the engines that lost their process."""
+    """A fleet that gains and loses engines, and a source that samples with it."""
 
     def __init__(self, count: int = 2, least: int = 1, **rollout: Any) -> None:
         super().__init__(count, least)
         self.services = [LeavingService(number) for number in range(count)]
         for handle, service in zip(self.handles, self.services, strict=True):
             handle.service = service  # type: ignore[assignment]
-        self.ended: list[int] = []
         descriptions = [{"receivers": number} for number in range(count)]
         self.fleet = Fleet(self.handles, descriptions, least, self.restart, self.note, self.end)
         self.sampling: list[SamplingEngine] = [*self.fleet.engines]
@@ -83,17 +81,6 @@ class ElasticEngines(Engines):
         self.handles.append(handle)
         self.fleet.engines.append(handle)
         self.sampling.append(handle)
-
-    def end(self, engine: int) -> None:
-        """End a process: its calls fail in a thread of the transport, as in a real one."""
-        self.ended.append(engine)
-        service = self.services[engine]
-        service.stopping = True
-        service.dead = Failure.death(ProcessInfo(f"service {service.name}", "host", 7), "it was stopped")
-        thread = threading.Thread(target=service.fail_calls, args=(ServiceDied(service.dead),), daemon=True)
-        thread.start()
-        thread.join(10)
-        assert not thread.is_alive(), "the calls of an ended process wait for a lock that the controller holds"
 
     def check(self) -> None:
         """Poll the fleet, as a check of the processes does about every second."""

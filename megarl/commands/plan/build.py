@@ -24,6 +24,7 @@ from megarl.commands.plan.search.fits import EngineChoice, Subject
 from megarl.commands.plan.search.layouts import choice_of
 from megarl.commands.plan.search.suggest import suggest
 from megarl.engines import arguments_of
+from megarl.engines.base import engine_name
 from megarl.engines.specs import policy_spec
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.families import has_tower
@@ -185,7 +186,7 @@ def _adapters(
 ) -> tuple[Links, list[str]]:
     """Return the bytes of adapter updates with notes, or of merged weights with the reason for merging."""
     kind = device.kind if device is not None and recipe.cluster.device == "auto" else recipe.cluster.device
-    spec, whole = policy_spec(recipe, "engine0", load_weights=False), full_links(recipe, model, per_node)
+    spec, whole = policy_spec(recipe, engine_name(0), load_weights=False), full_links(recipe, model, per_node)
     reason = arguments_of(recipe.rollout.engine).merged_because(spec, kind, model)
     if reason is not None:
         return whole, [

@@ -20,6 +20,7 @@ from megarl.commands.plan.count.stages import built_from, held_slices
 from megarl.commands.plan.count.types import Links
 from megarl.commands.plan.equal_layers import SampledLayers
 from megarl.commands.plan.weight_flows import totals
+from megarl.engines.base import engine_name
 from megarl.engines.specs import policy_spec
 from megarl.engines.vllm.lora import held_rank
 from megarl.hf.config import text_fields
@@ -113,7 +114,7 @@ def _needed_slices(recipe: Recipe, held: Sequence[SliceTable], directory: Path, 
     alone. If the last rank contradicts that, all ranks are built.
     """
     rollout = recipe.rollout
-    spec = policy_spec(recipe, "engine0", load_weights=False)
+    spec = policy_spec(recipe, engine_name(0), load_weights=False)
     spec = replace(spec, model_path=str(directory), engine_args=dict(spec.engine_args))
     whole = held_tensors(held)
     sampled = SampledLayers.of(whole)

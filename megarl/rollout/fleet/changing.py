@@ -1,4 +1,4 @@
-"""Change the number of a fleet's engines while the run goes on: further ones start, others leave."""
+"""Add or remove engines during a run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.engines.base import engine_name
 from megarl.errors import pluralize
 from megarl.recipe.observe import Event
 from megarl.rollout.engine_handle import EngineHandle
+from megarl.rollout.fleet.departures import Departures
 from megarl.rollout.fleet.states import EngineStates, Member
 
 HAND_OVER_SECONDS = 30.0  # time for a leaving engine to hand its groups over; updates wait for it
@@ -30,6 +31,9 @@ class Leaver:
 class ChangingFleet:
     """Base class of `Fleet`: the number of its engines, which changes on request or because machines end.
 
+    An engine leaves, and gets no further group. It may stay, until it is asked to hand its groups over. It is released when it has
+    no groups, or removed with them: it has left, and its process is ended.
+
     lock: hold it between a look at `serving` and a call to one of these engines, so that the call reaches this process.
     """
 
@@ -38,21 +42,16 @@ class ChangingFleet:
         engines: Sequence[EngineHandle],
         descriptions: Sequence[dict[str, Any]],
         least: int,
-        end: Callable[[int], None] | None,
+        notice: Callable[[str, Event | None], None],
+        end: Callable[[int], None],
     ) -> None:
         """See `Fleet`."""
         self.engines, self.descriptions = list(engines), list(descriptions)
         self.lock = threading.RLock()
-        self.least, self._end = least, end
+        self.least, self._notice, self._end = least, notice, end
         self._states = EngineStates(len(self.engines))
-        self._loading: dict[int, Future[dict[str, Any]]] = {}
+        self._departures = Departures(self._states)
         self._messages: list[tuple[str, Event | None]] = []
-        self._in_update = False
-        self._no_machine_until: dict[int, float] = {}  # by engine: time of the next attempt to start it
-        # By engine that leaves with its machine: number of its process there, and when it is ended.
-        self._leave_by: dict[int, tuple[int, float]] = {}
-        self._asked: set[Member] = set()  # processes of engines that leave, and have been asked for their groups
-        self._handing_over: dict[Member, float] = {}  # asked processes that have not replied, and since when
         self._to_end: list[int] = []  # engines that have left, and have a process to end
         self._evaluations = 0  # that run now
 
@@ -66,74 +65,71 @@ class ChangingFleet:
         """Change the number of engines, at the next `poll`: others start or leave. Leaving ones stay first. Callable from any
         thread."""
         with self.lock:
-            self._messages.append((f"{self._states.wanted} -> {pluralize(target, 'engine')} wanted", "engines"))
+            self._add_message(f"{self._states.wanted} -> {pluralize(target, 'engine')} wanted", "engines")
             self._states.wanted = target
             self._stay(self.can_stay()[: self._states.missing()])
 
     def leave_machine(self, engines: Sequence[int], seconds: float) -> str | None:
         """Let `engines` leave, from the next `poll` on, since their machine ends in `seconds`; they start again on another one.
-        Returns the reason if too few would be left. Callable from any thread, and again for the same engines."""
+
+        Returns the reason if too few would remain. Callable from any thread, and again for the same engines: the earliest end
+        counts.
+        """
         with self.lock:
-            new = [engine for engine in engines if engine not in self._leave_by and not self._states.is_dead(engine)]
-            left = len(set(self._states.serving) - {*new, *self._leave_by})
-            spare = [engine for engine in self.can_stay() if engine not in new]
-            if new and left + len(spare) < self.least:
-                left += len(spare)
-                return f"{pluralize(left, 'engine')} would be left that sample, and rollout.min_engines is {self.least}"
+            ending, deadline = self._departures.on_ending_machines, time.monotonic() + seconds
+            living = [engine for engine in engines if not self._states.is_dead(engine)]
+            new = [engine for engine in living if engine not in ending]
             if new:
-                self._stay(spare[: max(0, self.least - left)])
-            by = time.monotonic() + seconds
-            for engine, (process, earlier) in self._leave_by.items():
-                if engine in engines and process == self._states.process(engine):
-                    self._leave_by[engine] = process, min(by, earlier)
-            self._leave_by |= {engine: (self._states.process(engine), by) for engine in new}
+                remaining = len(set(self._states.serving) - {*new, *ending})
+                spare = [engine for engine in self.can_stay() if engine not in new]
+                if remaining + len(spare) < self.least:
+                    text = pluralize(remaining + len(spare), "engine")
+                    return f"only {text} would keep sampling, and rollout.min_engines is {self.least}"
+                self._stay(spare[: max(0, self.least - remaining)])
+            for engine in living:
+                self._departures.end_machine(engine, deadline)
         return None
 
     def leaving(self) -> list[Leaver]:
         """Return the engines that leave and have a process."""
         with self.lock:
-            return [Leaver(each, self._states.process(each), each in self._leave_by) for each in self._states.leaving]
+            ending = self._departures.on_ending_machines
+            return [Leaver(each, self._states.process(each), each in ending) for each in self._states.leaving]
 
     def can_stay(self) -> list[int]:
         """Return the leaving engines that have not been asked for their groups, on machines that stay."""
         with self.lock:
-            bound_to_leave = {engine for engine, process in self._asked if process == self._states.process(engine)}
-            leaving = [engine for engine in self._states.leaving if self._states.can_stay(engine)]
-            return [engine for engine in leaving if engine not in bound_to_leave and engine not in self._leave_by]
+            return self._departures.can_stay()
 
-    def ask_for_groups(self, leaver: Leaver) -> bool:
+    def begin_handover(self, leaver: Leaver) -> bool:
         """Return whether a leaving engine must be asked for its groups now, which happens once; it cannot stay any more. It is
-        ended unless `handed_over` is called within `HAND_OVER_SECONDS`."""
+        removed unless `end_handover` is called within `HAND_OVER_SECONDS`."""
         with self.lock:
-            member = leaver.engine, leaver.process
-            if leaver not in self.leaving() or member in self._asked:
-                return False
-            self._asked.add(member)
-            self._handing_over[member] = time.monotonic()
-            return True
+            is_current = leaver in self.leaving()
+            return is_current and self._departures.begin_handover((leaver.engine, leaver.process), time.monotonic())
 
-    def handed_over(self, member: Member) -> None:
+    def end_handover(self, member: Member) -> None:
         """Record the reply of an engine that hands its groups over."""
         with self.lock:
-            self._handing_over.pop(member, None)
+            self._departures.end_handover(member)
 
     def has_left(self, member: Member) -> bool:
         """Return whether a process has ended because its engine left, which does not count as a death."""
         with self.lock:
             return self._states.has_left(member)
 
-    def let_go(self, leaver: Leaver) -> None:
-        """End the process of a leaving engine without groups. Call it from the controller's thread, not in an update."""
+    def release(self, leaver: Leaver) -> None:
+        """Remove a leaving engine without groups, and end its process. Call it from the controller's thread, not in an update."""
         with self.lock:
             is_current = leaver in self.leaving()
             if not is_current or (self._evaluations and not leaver.at_once):
                 return
-            self._has_left(leaver.engine)
-        self._end_process(leaver.engine)
+            self._remove(leaver.engine)
+        self._end_removed()
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Mark a block as an evaluation: within it, only engines on a machine that ends leave."""
+        """Defer departures during an evaluation, except from machines that end."""
         with self.lock:
             self._evaluations += 1
         try:
@@ -142,71 +138,72 @@ class ChangingFleet:
             with self.lock:
                 self._evaluations -= 1
 
-    def name(self, engine: int) -> str:
-        return self.engines[engine].name if engine < len(self.engines) else f"engine{engine}"
-
     @property
     def states(self) -> EngineStates:
         """The engines' states. Hold the lock."""
         return self._states
 
-    def _change_number(self) -> None:
-        """Let engines leave or add some, until as many as wanted remain. Engines on a machine that ends leave in time."""
-        if self._in_update:
-            return
-        for engine, (process, by) in list(self._leave_by.items()):
-            if self._states.is_dead(engine) or self._states.process(engine) != process:
-                self._leave_by.pop(engine)  # it has ended there for another reason
-            elif engine not in self._states.leaving:
+    # --- for `Fleet`, which has the lock; except `_print` and `_end_removed` ---------------------------------------------
+
+    def _change_number(self) -> list[int]:
+        """Remove or add engines until `wanted` remain, and engines whose machine ends in time. Not in an update.
+
+        Returns the engines that leave from now on.
+        """
+        now, departures, leaving = time.monotonic(), self._departures, list[int]()
+        for engine in departures.on_ending_machines:
+            if engine not in self._states.leaving:
+                leaving.append(engine)
                 self._leave(engine, returns=True)
-            elif time.monotonic() > by:
-                self._depart(engine)
-        for member, since in list(self._handing_over.items()):
-            defers = self._evaluations > 0 and member[0] not in self._leave_by
-            if time.monotonic() - since > HAND_OVER_SECONDS and not defers:
-                self._end_silent(member)
-        for engine in self._states.surplus():
+            elif departures.is_overdue(engine, now):
+                self._remove(engine)
+        for engine in departures.silent_since(now - HAND_OVER_SECONDS):
+            if not self._evaluations or engine in departures.on_ending_machines:
+                text = f"has not handed its groups over within {HAND_OVER_SECONDS:g} s: other engines resample them"
+                self._add_message(f"{engine_name(engine)} {text}", "warning")
+                self._remove(engine)
+        surplus = self._states.surplus()
+        for engine in surplus:
             self._leave(engine, returns=False)
         for _ in range(self._states.missing()):
             if self._states.add() == len(self.descriptions):
                 self.descriptions.append({})
+        return [*leaving, *surplus]
+
+    def _leave(self, engine: int, *, returns: bool) -> None:
+        why = "its machine ends" if returns else "fewer engines are wanted"
+        self._add_message(f"{engine_name(engine)} leaves: {why}", "engines")
+        if not self._states.leave(engine, returns=returns):
+            self._remove(engine)
 
     def _stay(self, engines: Sequence[int]) -> None:
         """Let leaving engines serve again."""
         for engine in engines:
             self._states.stay(engine)
-            self._messages.append((f"{self.name(engine)} stays", "engines"))
+            self._add_message(f"{engine_name(engine)} stays", "engines")
 
-    def _leave(self, engine: int, *, returns: bool) -> None:
-        self._no_machine_until.pop(engine, None)
-        self._loading.pop(engine, None)
-        why = "its machine ends" if returns else "fewer engines are wanted"
-        self._messages.append((f"{self.name(engine)} leaves: {why}", "engines"))
-        if not self._states.leave(engine, returns=returns):
-            self._depart(engine)
-
-    def _end_silent(self, member: Member) -> None:
-        """Let an engine depart that has not handed its groups over in time."""
-        del self._handing_over[member]
-        engine, process = member
-        if engine in self._states.leaving and process == self._states.process(engine):
-            text = f"{self.name(engine)} has not handed its groups over within {HAND_OVER_SECONDS:g} s: others sample them again"
-            self._messages.append((text, "warning"))
-            self._depart(engine)
-
-    def _depart(self, engine: int) -> None:
-        """Record that an engine has left. `poll` ends its process."""
-        self._has_left(engine)
-        self._to_end.append(engine)
-
-    def _has_left(self, engine: int) -> None:
-        """Record that an engine has left; the caller ends its process, without the lock."""
+    def _remove(self, engine: int) -> None:
+        """Record that an engine has left, with groups or without. `_end_removed` ends its process."""
         if engine in self._states.leaving:
-            self._states.left(engine)
-        self._leave_by.pop(engine, None)
-        self._messages.append((f"{self.name(engine)} has left", "engines"))
+            self._states.remove(engine)
+        self._departures.remove(engine)
+        self._to_end.append(engine)
+        self._add_message(f"{engine_name(engine)} has left", "engines")
 
-    def _end_process(self, engine: int) -> None:
-        assert self._end is not None
-        if engine < len(self.engines):  # it has had a process
-            self._end(engine)
+    def _end_removed(self) -> None:
+        """End the processes of engines that have left. Without the lock: their calls fail in threads that need it."""
+        with self.lock:
+            engines, self._to_end = self._to_end, []
+        for engine in engines:
+            if engine < len(self.engines):  # it has had a process
+                self._end(engine)
+
+    def _add_message(self, text: str, event: Event | None) -> None:
+        """Add a message, which `_print` gives to the user."""
+        self._messages.append((text, event))
+
+    def _print(self) -> None:
+        with self.lock:
+            messages, self._messages = self._messages, []
+        for message in messages:
+            self._notice(*message)

@@ -4,7 +4,7 @@ If an engine dies in an update, the others may have parts of the new weights: al
 repeated.
 
 The wanted number of engines may change (`megarl.rollout.fleet.changing`): further ones start and join at an update, and others
-leave. The source of the samples moves the groups of an engine that leaves, and then calls `let_go`.
+leave. The source of the samples moves the groups of an engine that leaves, and then calls `release`.
 
 Transport threads report failed calls; the controller's thread polls, restarts and updates. The lock is never held while a process
 is ended, since its calls then fail in transport threads that need the lock.
@@ -29,6 +29,7 @@ from megarl.cluster.failures import (
     ServiceDied,
     TooFewEngines,
 )
+from megarl.engines.base import engine_name
 from megarl.errors import ProcessFailure, pluralize
 from megarl.recipe.observe import Event
 from megarl.rollout.engine_handle import EngineHandle
@@ -47,10 +48,7 @@ _OF_THE_UPDATE = re.compile(r"WeightSyncError:|EngineRefused:|.*weight sync (was
 
 
 class Fleet(ChangingFleet):
-    """The engines of a run with `rollout.min_engines`.
-
-    lock: hold it between a look at `serving` and a call to one of these engines, so that the call reaches this process.
-    """
+    """The engines of a run with `rollout.min_engines`."""
 
     def __init__(
         self,
@@ -59,18 +57,20 @@ class Fleet(ChangingFleet):
         min_engines: int,
         restart: Callable[[int], None],
         notice: Callable[[str, Event | None], None],
-        end: Callable[[int], None] | None = None,
+        end: Callable[[int], None],
         load_limit: float = math.inf,
     ) -> None:
         """descriptions: results of the engines' `start`. min_engines: `rollout.min_engines`. restart: kills an engine's
         process if it still runs, and starts a new one behind its handle; it appends the handle of an additional engine to `engines`.
         notice: receives messages for the user, with their event. end: ends the process of an engine that leaves, and frees its
-        devices; None: the number of engines is fixed. load_limit: seconds after which a new process that has not loaded counts as
-        dead."""
-        super().__init__(engines, descriptions, min_engines, end)
+        devices. load_limit: seconds after which a new process that has not loaded counts as dead."""
+        super().__init__(engines, descriptions, min_engines, notice, end)
+        self._restart = restart
         self._load_limit, self._load_began = load_limit, dict[int, float]()
-        self._restart, self._notice = restart, notice
+        self._loading: dict[int, Future[dict[str, Any]]] = {}
+        self._no_machine_until: dict[int, float] = {}  # by engine: time of the next attempt to start it
         self._last_death: Failure | None = None
+        self._in_update = False
         self._updating: set[Member] = set()  # engines that take part in the update that runs
         self._interrupted = False  # one of them has failed, and no engine samples until the update is repeated
         self._failed: set[Member] = set()  # engines that failed in the update
@@ -91,7 +91,7 @@ class Fleet(ChangingFleet):
 
         process: number of the engine's process when the call began.
         """
-        name = f"service {self.engines[engine].name}"
+        name = f"service {engine_name(engine)}"
         if not isinstance(error, ClusterError) or error.failure.place.name != name:
             return False
         with self.lock:
@@ -156,8 +156,9 @@ class Fleet(ChangingFleet):
         with self.lock:
             self._read_loads()
             self._keeps_enough()  # before dead engines leave in place of live ones
-            self._change_number()
-            ending, self._to_end = self._to_end, []
+            for engine in self._change_number() if not self._in_update else []:
+                self._no_machine_until.pop(engine, None)
+                self._loading.pop(engine, None)
             waiting = [engine for engine, until in self._no_machine_until.items() if time.monotonic() < until]
             restartable = self._states.due
             due = [engine for engine in restartable if engine not in waiting]
@@ -168,10 +169,9 @@ class Fleet(ChangingFleet):
                 self._states.restart(engine)
                 if engine not in self._no_machine_until:
                     verb = "restarts" if self._states.process(engine) else "starts"
-                    self._messages.append((f"{self.name(engine)} {verb}", None))
+                    self._add_message(f"{engine_name(engine)} {verb}", None)
         self._print()
-        for engine in ending:
-            self._end_process(engine)
+        self._end_removed()
         if too_few:
             assert self._last_death is not None
             raise TooFewEngines(self._last_death, f"\nFewer than rollout.min_engines = {self.least} engines are left.")
@@ -208,14 +208,14 @@ class Fleet(ChangingFleet):
         """Record that `members` have the newest weights: loaded engines sample from now on."""
         with self.lock:
             for engine in self._states.update(members):
-                self._messages.append((f"{self.engines[engine].name} has the run's weights, and samples", None))
+                self._add_message(f"{engine_name(engine)} has the run's weights, and samples", None)
 
     def restart_all(self, members: Sequence[Member], error: Exception, check: Callable[[], None], limit: float) -> None:
         """End and restart all `members` of an update that `error` has aborted, and return when they have loaded.
 
         check: of the run's processes. Raises `error` if none of the members has died or failed, and as `end_and_restart` does.
         """
-        names = {f"service {self.engines[engine].name}" for engine, _ in members}
+        names = {f"service {engine_name(engine)}" for engine, _ in members}
         by_member = isinstance(error, ClusterError) and error.failure.place.name in names
         if isinstance(error, TooFewEngines) or not (isinstance(error, WeightSyncError) or by_member):
             raise error
@@ -237,11 +237,11 @@ class Fleet(ChangingFleet):
             self._interrupted = True
             for engine, process in members:
                 if engine in self._states.leaving:
-                    self._depart(engine)
+                    self._remove(engine)
                 elif process == self._states.process(engine) and not self._states.is_dead(engine):
                     self._states.end(engine)
             text = f"the update of the weights was aborted ({cause}): all engines restart, and it is repeated"
-            self._messages.append((text, None))
+            self._add_message(text, None)
         deadline = time.monotonic() + limit
         self.poll()
         while self._are_starting(members) or self._members_left() < self.least:
@@ -267,7 +267,7 @@ class Fleet(ChangingFleet):
             with self.lock:
                 self._states.wait_for_machine(engine)
                 if engine not in self._no_machine_until:
-                    self._messages.append((f"{self.name(engine)} waits for a machine: {error}", "warning"))
+                    self._add_message(f"{engine_name(engine)} waits for a machine: {error}", "warning")
                 self._no_machine_until[engine] = time.monotonic() + MACHINE_SECONDS
             return
         loading = self.engines[engine].start()
@@ -305,16 +305,16 @@ class Fleet(ChangingFleet):
         self._loading.pop(engine, None)
         self._last_death = failure
         if engine in self._states.leaving:
-            self._depart(engine)
+            self._remove(engine)
             return
         if not self._states.die(engine):
             return
         left = pluralize(len(self._states.serving), "engine")
-        self._messages.append((f"{failure}\n{left} left that sample", "death"))
+        self._add_message(f"{failure}\n{left} left that sample", "death")
         if engine not in self._states.due:
-            name = self.engines[engine].name
+            name = engine_name(engine)
             text = f"{name} has died {MOST_STARTS} times before it sampled, and does not restart"
-            self._messages.append((text, "warning"))
+            self._add_message(text, "warning")
 
     def _find_deaths(self) -> None:
         """Look at the processes, without the lock: Ray may need a thread that waits for it."""
@@ -329,7 +329,7 @@ class Fleet(ChangingFleet):
         self._find_deaths()
         with self.lock:
             for member in self._failed & set(self._states.members):
-                place = ProcessInfo(f"service {self.engines[member[0]].name}")
+                place = ProcessInfo(f"service {engine_name(member[0])}")
                 self._die(member[0], Failure.death(place, "it failed in an update of the weights; see its log"))
             self._failed.clear()
             return any(member not in self._states.members for member in members)
@@ -343,7 +343,7 @@ class Fleet(ChangingFleet):
             if not loading.done():
                 if time.monotonic() - self._load_began[engine] > self._load_limit:
                     cause = f"it has not loaded within rollout.start_timeout = {self._load_limit:g} s; see its log"
-                    self._die(engine, Failure.death(ProcessInfo(f"service {self.engines[engine].name}"), cause))
+                    self._die(engine, Failure.death(ProcessInfo(f"service {engine_name(engine)}"), cause))
                 continue
             del self._loading[engine]
             error = loading.exception()
@@ -355,9 +355,3 @@ class Fleet(ChangingFleet):
                 self._die(engine, error.failure)
             else:
                 raise error
-
-    def _print(self) -> None:
-        with self.lock:
-            messages, self._messages = self._messages, []
-        for message in messages:
-            self._notice(*message)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.cluster.base import Cluster, Service
+from megarl.engines.base import engine_name
 from megarl.errors import pluralize
 from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import EngineHandle
@@ -81,7 +82,7 @@ class EngineRequests:
         )
         if problem is not None:
             return {"refused": problem}
-        return {"engines": [fleet.name(each) for each in engines_of(services)]}
+        return {"engines": [engine_name(each) for each in engines_of(services)]}
 
     def _problem(self, target: int) -> str | None:
         assert self.fleet is not None
@@ -89,7 +90,7 @@ class EngineRequests:
             can_stay = self.fleet.can_stay()
             more = target - len(self.fleet.states.staying) - len(can_stay)
             leavers = [each.engine for each in self.fleet.leaving() if not each.at_once]
-            ending = [self.fleet.name(engine) for engine in leavers if engine not in can_stay]
+            ending = [engine_name(engine) for engine in leavers if engine not in can_stay]
         if target < self.fleet.least:
             return (
                 f"{pluralize(target, 'engine')} would be fewer than rollout.min_engines = {self.fleet.least}. To go lower, stop the run "
@@ -132,7 +133,7 @@ class EngineRequests:
             has_version = state in _WITH_WEIGHTS and index < len(versions)
             rows.append(
                 {
-                    "name": service.name if service is not None else f"engine{index}",
+                    "name": engine_name(index),
                     "state": state.value,
                     "host": service.host if service is not None and state in _WITH_PROCESS else None,
                     "devices": service.device_names if service is not None and state is not EngineState.DEAD else "",

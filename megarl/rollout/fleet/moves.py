@@ -82,11 +82,11 @@ class GroupMoves:
             return True
 
     def release_engines(self, *, before_update: bool = False) -> None:
-        """Take the groups of engines that leave, and let engines without groups go. Called in the controller's thread, about every
+        """Take the groups of engines that leave, and release engines without groups. Called in the controller's thread, about every
         second. before_update: take no groups, since their new engines would change their weights meanwhile.
 
-        The others continue the samples of the groups. Where they cannot, the engine finishes its groups; if its machine ends
-        soon, the others sample them again from their start, with the same seeds.
+        Other engines continue the samples of the groups. Where they cannot, the engine finishes its groups; if its machine ends
+        soon, other engines resample them, with the same seeds.
         """
         if self._fleet is None or self._fleet.in_update:
             return
@@ -98,8 +98,8 @@ class GroupMoves:
                     self._sample_again(groups, leaver.engine)
                     groups = []
             if not groups:
-                self._fleet.let_go(leaver)
-            elif continues and not before_update and self._fleet.ask_for_groups(leaver):
+                self._fleet.release(leaver)
+            elif continues and not before_update and self._fleet.begin_handover(leaver):
                 self.move(leaver.engine)
 
     def move(self, engine: int) -> None:
@@ -122,7 +122,7 @@ class GroupMoves:
         """Start the groups elsewhere that an engine has handed over, in a thread of the transport."""
         try:
             if self._fleet is not None:
-                self._fleet.handed_over((engine, process))
+                self._fleet.end_handover((engine, process))
             with self._change:
                 errors, failure = self.owners.end_move(engine), reply.exception()
                 if failure is not None and self.has_failed(engine, process, failure):

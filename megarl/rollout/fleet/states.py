@@ -1,7 +1,7 @@
 """States of engines that may die, join and leave while the run goes on: no clocks, processes or threads.
 
     serving --dies--> dead --restarts--> starting --loads--> loaded --update of the weights--> serving
-    serving --leaves--> leaving --has no groups--> gone, or dead if its machine leaves --wanted again--> dead
+    serving --leaves--> leaving --is removed--> gone, or dead if its machine leaves --wanted again--> dead
     loaded --leaves--> leaving; dead, starting --leaves--> gone
     leaving, if it has served --stays--> serving
 
@@ -68,7 +68,7 @@ class EngineStates:
         if self.is_dead(engine):
             return False
         if state.state is EngineState.LEAVING:
-            self.left(engine)
+            self.remove(engine)
             return False
         self.deaths += 1
         state.deaths += 1
@@ -78,7 +78,7 @@ class EngineStates:
     def end(self, engine: int) -> None:
         """Record that the controller ends a living engine, which is not a death."""
         if self._engines[engine].state is EngineState.LEAVING:
-            self.left(engine)
+            self.remove(engine)
         else:
             self._engines[engine].state = EngineState.DEAD
 
@@ -148,7 +148,7 @@ class EngineStates:
             state.served = state.state is EngineState.SERVING
         state.state, state.returns = EngineState.LEAVING, returns
         if not is_busy:
-            self.left(engine)
+            self.remove(engine)
         return is_busy
 
     def can_stay(self, engine: int) -> bool:
@@ -161,8 +161,8 @@ class EngineStates:
         assert self.can_stay(engine), self._engines[engine]
         self._engines[engine].state = EngineState.SERVING
 
-    def left(self, engine: int) -> None:
-        """Record that a leaving engine has no groups any more, or that its process has ended."""
+    def remove(self, engine: int) -> None:
+        """Record that a leaving engine has left: it has no groups any more, or its process ends with them."""
         state = self._engines[engine]
         assert state.state is EngineState.LEAVING, state
         state.state = EngineState.DEAD if state.returns else EngineState.GONE

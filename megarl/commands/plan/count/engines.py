@@ -17,7 +17,7 @@ from megarl.commands.plan.count.rank_client import ENGINES, EngineRequest, RankC
 from megarl.commands.plan.count.types import EngineRank, Refusal
 from megarl.commands.plan.show.units import GIB, Unit, sized
 from megarl.engines import arguments_of
-from megarl.engines.base import EngineLimits, EngineSpec
+from megarl.engines.base import EngineLimits, EngineSpec, engine_name
 from megarl.engines.specs import first_specs, policy_spec
 from megarl.errors import InputError
 from megarl.platform.kinds import is_accelerator
@@ -71,7 +71,7 @@ def policy_engines(recipes: list[Recipe], model: dict[str, Any], deadline: float
 
 def policy_engine(recipe: Recipe) -> Engine:
     """Return the policy's engines, uncounted."""
-    return _engine(recipe, recipe.rollout.engine, policy_spec(recipe, "engine0", load_weights=False))
+    return _engine(recipe, recipe.rollout.engine, policy_spec(recipe, engine_name(0), load_weights=False))
 
 
 def _engine(recipe: Recipe, name: str, spec: EngineSpec) -> Engine:

@@ -1,0 +1,70 @@
+"""Engines that leave a fleet: when their machines end, and whether they have handed their groups over. No clocks or threads."""
+
+from __future__ import annotations
+
+import math
+
+from megarl.rollout.fleet.states import EngineStates, Member
+
+
+class Departures:
+    """What is known of leaving engines beyond their states. Not thread-safe: the caller needs a lock.
+
+    Times are seconds of one clock.
+    """
+
+    def __init__(self, states: EngineStates) -> None:
+        self._states = states
+        self._deadlines: dict[Member, float] = {}  # by process: time at which its machine ends
+        self._handovers: dict[
+            Member, float | None
+        ] = {}  # by leaving process: start of its hand-over; None: it has replied
+
+    def end_machine(self, engine: int, deadline: float) -> None:
+        """Record that the machine of a living engine ends at `deadline`. The earliest one counts."""
+        self._deadlines = {member: time for member, time in self._deadlines.items() if self._is_alive(member)}
+        member = self._member(engine)
+        self._deadlines[member] = min(deadline, self._deadlines.get(member, math.inf))
+
+    @property
+    def on_ending_machines(self) -> list[int]:
+        """Living engines whose machine ends."""
+        return [member[0] for member in self._deadlines if self._is_alive(member)]
+
+    def is_overdue(self, engine: int, now: float) -> bool:
+        """Return whether the machine of an engine should have ended."""
+        return now > self._deadlines.get(self._member(engine), math.inf)
+
+    def can_stay(self) -> list[int]:
+        """Return the leaving engines that have not been asked for their groups, and whose machines stay."""
+        ending = self.on_ending_machines
+        candidates = [engine for engine in self._states.leaving if self._states.can_stay(engine)]
+        return [engine for engine in candidates if self._member(engine) not in self._handovers and engine not in ending]
+
+    def begin_handover(self, member: Member, now: float) -> bool:
+        """Record that a leaving engine is asked for its groups; return False if it has been asked before."""
+        if member in self._handovers:
+            return False
+        self._handovers[member] = now
+        return True
+
+    def end_handover(self, member: Member) -> None:
+        """Record the reply of an engine that hands its groups over."""
+        if member in self._handovers:
+            self._handovers[member] = None
+
+    def silent_since(self, time: float) -> list[int]:
+        """Return the engines that were asked for their groups before `time`, and have not replied."""
+        return [engine for (engine, _), start in self._handovers.items() if start is not None and start < time]
+
+    def remove(self, engine: int) -> None:
+        """Forget an engine that has left."""
+        member = self._member(engine)
+        self._deadlines.pop(member, None)
+        self._handovers.pop(member, None)
+
+    def _member(self, engine: int) -> Member:
+        return engine, self._states.process(engine)
+
+    def _is_alive(self, member: Member) -> bool:
+        return member == self._member(member[0]) and not self._states.is_dead(member[0])
