@@ -344,18 +344,18 @@ class ActorWorker(Worker):
         weight_sync, host = self.recipe.weight_sync, os.environ["MASTER_ADDR"]
         self.adapters, self.first_sent = route == "adapters", None
         self._close_sender()
-        session: Session | None = None
         if route == "sharded":
             from megarl.megatron.weight_sender import open_sender
 
             opened = open_sender(self.trainer.model, weight_sync, receivers, host, self.platform.name)
             if isinstance(opened, str):
                 return opened
-            self.sender, session = opened, opened.session
-        elif self.rank == 0:
+            self.sender = opened
+            return opened.session if self.rank == 0 else None
+        if self.rank == 0:
             from megarl.weight_sync.full.sender import FullSender
 
-            sender = FullSender.open(
+            self.sender = sender = FullSender.open(
                 host,
                 receivers,
                 transport=weight_sync.transport,
@@ -365,12 +365,11 @@ class ActorWorker(Worker):
                 directory=str(weights_directory(self.recipe)),
                 adapter_alpha=self.recipe.lora.alpha if self.adapters else None,
             )
-            self.sender, session = sender, sender.session
-        else:
-            from megarl.weight_sync.sender import ExportingRank
+            return sender.session
+        from megarl.weight_sync.sender import ExportingRank
 
-            self.sender = ExportingRank()
-        return session if self.rank == 0 else None
+        self.sender = ExportingRank()
+        return None
 
     def send_weights(self, version: int) -> UpdateReport | AbortedUpdate | None:
         """Send the weights to the engines. Returns this rank's report; None if it sends nothing. Raises BrokenWeights."""

@@ -13,9 +13,8 @@ from megarl.weight_sync.session import ABORT, Session, WeightSyncError
 
 _ABORT_POLL_SECONDS = 0.2
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.005
-LOAD_PAUSE = (
-    0.05  # longest pause while engines load or check weights: hundreds of ranks then wait at one store, for seconds
-)
+# Longest pause while engines load or check weights: hundreds of ranks then wait at one store, for seconds.
+LOAD_PAUSE = 0.05
 
 
 class StoreChannel:

@@ -50,7 +50,7 @@ def test_each_admitted_group_is_trained_once(events: list[tuple[str, int]], rule
         elif (
             event == "die"
             and deaths < 2
-            and set(fleet.serving) - {engine, *fleet._departures.on_ending_machines}
+            and set(fleet.serving) - {engine, *fleet._departures.on_ending_machines()}
             and service.dead is None
         ):
             deaths += not fleet.states.is_dead(engine)

@@ -88,7 +88,9 @@ def test_departures_keep_nothing_of_engines_that_have_left() -> None:
     departures = Departures(states)
     for deadline in (9.0, 5.0, 7.0):
         departures.end_machine(1, deadline)
-    assert departures.on_ending_machines == [1] and not departures.is_overdue(1, 5.0) and departures.is_overdue(1, 5.1)
+    assert (
+        departures.on_ending_machines() == [1] and not departures.is_overdue(1, 5.0) and departures.is_overdue(1, 5.1)
+    )
     for engine, returns in ((1, True), (2, False)):
         states.leave(engine, returns=returns)
     assert departures.can_stay() == [2]
@@ -103,7 +105,7 @@ def test_departures_keep_nothing_of_engines_that_have_left() -> None:
     departures.end_handover((1, 0))  # a late reply
     assert departures._deadlines == {} and departures._handovers == {}
     states.restart(1)
-    assert departures.on_ending_machines == [], "its new process is on another machine"
+    assert departures.on_ending_machines() == [], "its new process is on another machine"
 
 
 OWNER_EVENTS = st.lists(

@@ -76,7 +76,7 @@ class ChangingFleet:
         counts.
         """
         with self.lock:
-            ending, deadline = self._departures.on_ending_machines, time.monotonic() + seconds
+            ending, deadline = self._departures.on_ending_machines(), time.monotonic() + seconds
             living = [engine for engine in engines if not self._states.is_dead(engine)]
             new = [engine for engine in living if engine not in ending]
             if new:
@@ -93,7 +93,7 @@ class ChangingFleet:
     def leaving(self) -> list[Leaver]:
         """Return the engines that leave and have a process."""
         with self.lock:
-            ending = self._departures.on_ending_machines
+            ending = self._departures.on_ending_machines()
             return [Leaver(each, self._states.process(each), each in ending) for each in self._states.leaving]
 
     def can_stay(self) -> list[int]:
@@ -146,19 +146,19 @@ class ChangingFleet:
     # --- for `Fleet`, which has the lock; except `_print` and `_end_removed` ---------------------------------------------
 
     def _change_number(self) -> list[int]:
-        """Remove or add engines until `wanted` remain, and engines whose machine ends in time. Not in an update.
+        """Remove or add engines until `wanted` remain, and remove engines in time before their machine ends. Call it outside updates.
 
         Returns the engines that leave from now on.
         """
         now, departures, leaving = time.monotonic(), self._departures, list[int]()
-        for engine in departures.on_ending_machines:
+        for engine in departures.on_ending_machines():
             if engine not in self._states.leaving:
                 leaving.append(engine)
                 self._leave(engine, returns=True)
             elif departures.is_overdue(engine, now):
                 self._remove(engine)
         for engine in departures.silent_since(now - HAND_OVER_SECONDS):
-            if not self._evaluations or engine in departures.on_ending_machines:
+            if not self._evaluations or engine in departures.on_ending_machines():
                 text = f"has not handed its groups over within {HAND_OVER_SECONDS:g} s: other engines resample them"
                 self._add_message(f"{engine_name(engine)} {text}", "warning")
                 self._remove(engine)

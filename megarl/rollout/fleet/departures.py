@@ -8,28 +8,23 @@ from megarl.rollout.fleet.states import EngineStates, Member
 
 
 class Departures:
-    """What is known of leaving engines beyond their states. Not thread-safe: the caller needs a lock.
-
-    Times are seconds of one clock.
-    """
+    """Deadlines and hand-overs of leaving engines, in seconds of one clock. Not thread-safe: the caller needs a lock."""
 
     def __init__(self, states: EngineStates) -> None:
         self._states = states
         self._deadlines: dict[Member, float] = {}  # by process: time at which its machine ends
-        self._handovers: dict[
-            Member, float | None
-        ] = {}  # by leaving process: start of its hand-over; None: it has replied
+        # By process that was asked for its groups: time of the request; None: it has replied.
+        self._handovers: dict[Member, float | None] = {}
 
     def end_machine(self, engine: int, deadline: float) -> None:
         """Record that the machine of a living engine ends at `deadline`. The earliest one counts."""
-        self._deadlines = {member: time for member, time in self._deadlines.items() if self._is_alive(member)}
         member = self._member(engine)
         self._deadlines[member] = min(deadline, self._deadlines.get(member, math.inf))
 
-    @property
     def on_ending_machines(self) -> list[int]:
-        """Living engines whose machine ends."""
-        return [member[0] for member in self._deadlines if self._is_alive(member)]
+        """Return the living engines whose machine ends, after forgetting processes that have ended for another reason."""
+        self._deadlines = {member: time for member, time in self._deadlines.items() if self._is_alive(member)}
+        return [engine for engine, _ in self._deadlines]
 
     def is_overdue(self, engine: int, now: float) -> bool:
         """Return whether the machine of an engine should have ended."""
@@ -37,7 +32,7 @@ class Departures:
 
     def can_stay(self) -> list[int]:
         """Return the leaving engines that have not been asked for their groups, and whose machines stay."""
-        ending = self.on_ending_machines
+        ending = self.on_ending_machines()
         candidates = [engine for engine in self._states.leaving if self._states.can_stay(engine)]
         return [engine for engine in candidates if self._member(engine) not in self._handovers and engine not in ending]
 

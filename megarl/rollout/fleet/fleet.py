@@ -156,15 +156,15 @@ class Fleet(ChangingFleet):
         with self.lock:
             self._read_loads()
             self._keeps_enough()  # before dead engines leave in place of live ones
-            for engine in self._change_number() if not self._in_update else []:
+            for engine in [] if self._in_update else self._change_number():  # these leave
                 self._no_machine_until.pop(engine, None)
                 self._loading.pop(engine, None)
             waiting = [engine for engine, until in self._no_machine_until.items() if time.monotonic() < until]
             restartable = self._states.due
             due = [engine for engine in restartable if engine not in waiting]
             is_enough = self._keeps_enough()
-            left = len(restartable) + len(self._states.starting) + len(self._states.members) - len(self._states.leaving)
-            too_few = not is_enough or left < self.least
+            remaining = len(restartable) + len(self._states.starting) + len(self._states.members) - len(self._states.leaving)
+            too_few = not is_enough or remaining < self.least
             for engine in [] if too_few else due:
                 self._states.restart(engine)
                 if engine not in self._no_machine_until:
@@ -244,9 +244,9 @@ class Fleet(ChangingFleet):
             self._add_message(text, None)
         deadline = time.monotonic() + limit
         self.poll()
-        while self._are_starting(members) or self._members_left() < self.least:
+        while self._are_starting(members) or self._count_members() < self.least:
             if time.monotonic() > deadline:
-                if self._members_left() >= self.least:
+                if self._count_members() >= self.least:
                     return
                 raise ProcessFailure(
                     f"the engines have not restarted within rollout.start_timeout = {limit:g} s ({cause})"
@@ -296,7 +296,7 @@ class Fleet(ChangingFleet):
         """Return whether an engine takes part in an update that runs. Engines that load meanwhile do not."""
         return self._in_update and (engine, self._states.process(engine)) in self._updating
 
-    def _members_left(self) -> int:
+    def _count_members(self) -> int:
         with self.lock:
             return len(self._states.members)
 
@@ -309,8 +309,8 @@ class Fleet(ChangingFleet):
             return
         if not self._states.die(engine):
             return
-        left = pluralize(len(self._states.serving), "engine")
-        self._add_message(f"{failure}\n{left} left that sample", "death")
+        serving = pluralize(len(self._states.serving), "engine")
+        self._add_message(f"{failure}\n{serving} left that sample", "death")
         if engine not in self._states.due:
             name = engine_name(engine)
             text = f"{name} has died {MOST_STARTS} times before it sampled, and does not restart"
