@@ -31,7 +31,7 @@ class Departures:
         return now > self._deadlines.get(self._member(engine), math.inf)
 
     def can_stay(self) -> list[int]:
-        """Return the leaving engines that have not been asked for their groups, and whose machines stay."""
+        """Return the leaving engines that have not been asked for their groups, on machines that stay."""
         ending = self.on_ending_machines()
         candidates = [engine for engine in self._states.leaving if self._states.can_stay(engine)]
         return [engine for engine in candidates if self._member(engine) not in self._handovers and engine not in ending]

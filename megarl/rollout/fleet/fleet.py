@@ -163,7 +163,9 @@ class Fleet(ChangingFleet):
             restartable = self._states.due
             due = [engine for engine in restartable if engine not in waiting]
             is_enough = self._keeps_enough()
-            remaining = len(restartable) + len(self._states.starting) + len(self._states.members) - len(self._states.leaving)
+            remaining = (
+                len(restartable) + len(self._states.starting) + len(self._states.members) - len(self._states.leaving)
+            )
             too_few = not is_enough or remaining < self.least
             for engine in [] if too_few else due:
                 self._states.restart(engine)
