@@ -146,7 +146,7 @@ class ChangingFleet:
     # --- for `Fleet`, which has the lock; except `_print` and `_end_removed` ---------------------------------------------
 
     def _change_number(self) -> list[int]:
-        """Remove or add engines until `wanted` remain, and remove engines in time before their machine ends. Call it outside updates.
+        """Remove or add engines until `wanted` remain, and remove engines when their machine ends. Call it outside updates.
 
         Returns the engines that leave from now on.
         """
