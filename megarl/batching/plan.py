@@ -11,7 +11,7 @@ from megarl.algorithms.advantages import AdvantageEstimator
 from megarl.algorithms.aggregation import aggregate
 from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES
 from megarl.algorithms.inputs import Outcomes
-from megarl.algorithms.shaping import counts_in_loss, group_numbers
+from megarl.algorithms.shaping import counts_in_loss, group_numbers, reward_part
 from megarl.batching.flops import ModelFlops
 from megarl.batching.packing import Plan, Slot, expand, imbalance, plan_micro_batches, share, split_evenly
 from megarl.batching.padding import plan_padded_micro_batches
@@ -179,16 +179,9 @@ def sums_of(values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
 
 
 def _reward_parts(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> dict[str, np.ndarray]:
-    """Return the parts in `algorithm.reward_parts` of each sample [B]; 0 if a sample lacks one, as a response that took
-    too long to score does. Raises ValueError if no sample has it."""
-    reported = {name for sample in samples for name in sample.reward_parts}
-    if unknown := [name for name in algorithm.reward_parts if name not in reported]:
-        raise ValueError(
-            f"algorithm.reward_parts names '{unknown[0]}', which the reward does not report. Its parts: "
-            f"{', '.join(sorted(reported)) or 'none'}"
-        )
+    """Return the parts in `algorithm.reward_parts` of each sample [B]. Raises ValueError as `reward_part` does."""
     return {
-        name: np.array([sample.reward_parts.get(name, 0.0) for sample in samples], dtype=np.float64)
+        name: np.array([reward_part(sample, name, "algorithm.reward_parts") for sample in samples], dtype=np.float64)
         for name in algorithm.reward_parts
     }
 

@@ -226,7 +226,7 @@ def test_gdpo_reads_the_parts_of_the_rewards() -> None:
     for group in batch:
         for index, sample in enumerate(group.samples):
             sample.reward_parts = {"accuracy": sample.reward, "style": float(index)}
-    del batch[1].samples[0].reward_parts["style"]  # as a response that took too long to score: it counts as 0
+    batch[1].samples[0].reward_parts = {"accuracy": 0.0, "too_slow": 1.0}
     config = recipe(advantage="gdpo", reward_parts={"accuracy": 1.0, "style": 2.0})
     plan = plan_step(batch, config, data_parallel=1, micro_batches_multiple_of=1)
     assert plan.outcomes.parts["style"].tolist() == [0, 1, 0, 1]
@@ -237,6 +237,17 @@ def test_gdpo_reads_the_parts_of_the_rewards() -> None:
         ValueError, match=r"names 'acuracy', which the reward does not report\. Its parts: accuracy, style"
     ):
         plan_step(batch, config, data_parallel=1, micro_batches_multiple_of=1)
+
+
+def test_gdpo_continues_if_the_scorer_was_too_slow_for_a_whole_batch() -> None:
+    batch = groups([(4, 0.0), (6, 0.0)])
+    for sample in batch[0].samples:
+        sample.reward_parts = {"accuracy": 0.0, "too_slow": 1.0}
+    config = recipe(advantage="gdpo", reward_parts={"accuracy": 1.0, "style": 2.0})
+    assert plan_step(batch, config, 1, 1).outcomes.parts["style"].tolist() == [0, 0]
+    del batch[0].samples[1].reward_parts["too_slow"]
+    with pytest.raises(ValueError, match=r"algorithm\.reward_parts names 'style'"):
+        plan_step(batch, config, 1, 1)
 
 
 def test_a_filler_has_loss_weight_zero() -> None:
