@@ -80,22 +80,21 @@ def split_evenly(count: int, parts: int) -> list[range]:
 def share(plan: Plan, lengths: Sequence[int] | np.ndarray, max_tokens: int) -> float:
     """Return the fraction of the micro batches' token capacity that holds real tokens.
 
-    Micro batches are not padded to `max_tokens`: a low share means more, smaller forward passes than necessary. A
-    sample longer than the limit counts as the limit, a filler as 0.
+    Micro batches are not padded to `max_tokens`: a low share means more, smaller forward passes than necessary. A micro
+    batch above the limit counts as the limit, a filler as 0.
     """
-    real = [slot.sample for slot in _slots(plan) if not slot.filler]
-    tokens = float(np.minimum(np.asarray(lengths)[real], max_tokens).sum())
-    return tokens / (max_tokens * sum(len(micro_batches) for micro_batches in plan))
+    tokens = [
+        min(max_tokens, sum(int(lengths[slot.sample]) for slot in micro_batch if not slot.filler))
+        for micro_batches in plan
+        for micro_batch in micro_batches
+    ]
+    return sum(tokens) / (max_tokens * len(tokens))
 
 
 def imbalance(plan: Plan, costs: Sequence[float] | np.ndarray) -> float:
     """Return the cost of the largest micro batch of any rank divided by their mean; at least 1."""
     loads = [sum(costs[slot.sample] for slot in micro_batch) for rank in plan for micro_batch in rank]
     return float(max(loads) / np.mean(loads))
-
-
-def _slots(plan: Plan) -> list[Slot]:
-    return [slot for micro_batches in plan for micro_batch in micro_batches for slot in micro_batch]
 
 
 def plan_micro_batches(

@@ -13,6 +13,7 @@ from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES
 from megarl.algorithms.inputs import Outcomes
 from megarl.algorithms.shaping import counts_in_loss, group_numbers, reward_part
 from megarl.batching.flops import ModelFlops
+from megarl.batching.limits import token_limit
 from megarl.batching.packing import Plan, Slot, expand, imbalance, plan_micro_batches, share, split_evenly
 from megarl.batching.padding import plan_padded_micro_batches
 from megarl.recipe.algorithm import AlgorithmConfig
@@ -75,7 +76,7 @@ def plan_step(
         weights = aggregate(AGGREGATIONS[recipe.algorithm.aggregation], tokens, divisor, numbers)
         run_lengths, run_costs = lengths[members], costs[members]
         plan = plan_mini_batch(run_lengths, run_costs, sizes, recipe, data_parallel, micro_batches_multiple_of)
-        packing.add(plan, run_lengths, run_costs, _limit(recipe))
+        packing.add(plan, run_lengths, run_costs, token_limit(recipe))
         _add_mini_batch(shards, plan, int(tokens.sum()), scored, members, tokens, weights)
     metrics = {**_length_metrics(samples, loss_tokens), **packing.metrics()}
     if recipe.train.source == "rollout":  # demonstrations are not scored
@@ -204,7 +205,7 @@ def plan_mini_batch(
     lengths: np.ndarray, costs: np.ndarray, sizes: Sequence[int], recipe: Recipe, data_parallel: int, multiple_of: int
 ) -> Plan:
     """Return the micro batches of one mini batch; runs of adjacent samples, with lengths `sizes`, stay together."""
-    limit = _limit(recipe)
+    limit = token_limit(recipe)
     if recipe.megatron.packing:
         bundles = sums_of(lengths, sizes), data_parallel, limit, multiple_of, sums_of(costs, sizes)
         return expand(plan_micro_batches(*bundles), sizes)
@@ -212,11 +213,6 @@ def plan_mini_batch(
     longest = np.maximum.reduceat(lengths, np.cumsum([0, *sizes[:-1]]))
     padded = [size * length for size, length in zip(sizes, longest, strict=True)]
     return expand(plan_padded_micro_batches(padded, data_parallel, limit, multiple_of), sizes)
-
-
-def _limit(recipe: Recipe) -> int:
-    """Return the token limit of a micro batch: per rank, times the context-parallel ranks that share its sequences."""
-    return recipe.actor.max_tokens_per_micro_batch * recipe.megatron.context_parallel
 
 
 @dataclass

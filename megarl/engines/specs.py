@@ -7,6 +7,7 @@ import zlib
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.engines.base import AdapterSpec, EngineSpec
 from megarl.recipe.derived.at_update import update_rule
+from megarl.recipe.derived.lengths import longest_sample, longest_scored_sample
 from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.derived.weight_sync_route import wants_adapters
 from megarl.recipe.judge import JUDGE
@@ -43,8 +44,9 @@ def policy_spec(recipe: Recipe, name: str, *, load_weights: bool) -> EngineSpec:
 
 
 def teacher_spec(recipe: Recipe, name: str) -> EngineSpec:
-    longest = longest_sample(recipe) + 1  # the engine samples one token after the sample that it scores
-    return _fixed_spec(recipe, "teacher", name, longest, prompt_top_k=teacher_top_k(recipe.algorithm))
+    return _fixed_spec(
+        recipe, "teacher", name, longest_scored_sample(recipe), prompt_top_k=teacher_top_k(recipe.algorithm)
+    )
 
 
 def judge_spec(recipe: Recipe, name: str) -> EngineSpec:
@@ -90,7 +92,3 @@ def _engine_seed(recipe: Recipe, name: str) -> int:
     """Return the seed of an engine's generator, which differs between engines if it draws for all requests."""
     seeded, seed = samples_are_seeded(recipe), recipe.train.seed
     return seed if seeded else zlib.crc32(f"{seed}/{name}".encode())
-
-
-def longest_sample(recipe: Recipe) -> int:
-    return recipe.data.max_prompt_length + recipe.rollout.max_response_length

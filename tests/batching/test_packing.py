@@ -281,6 +281,16 @@ def test_the_plan_reports_flops_share_and_imbalance() -> None:
     assert plan_step(batch, config, 1, 2).flops == 0
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_group_above_the_limit_counts_as_the_limit_in_the_share(packing: bool) -> None:
+    batch = groups([(9, 1.0), (9, 0.0)], [(4, 1.0), (3, 0.0)])  # lengths 12 + 12, and 7 + 6
+    config = recipe(loss="dpo", aggregation="seq_mean_token_mean")
+    config.actor.mini_batches, config.actor.max_tokens_per_micro_batch = 1, 16
+    config.megatron.packing = packing
+    metrics = plan_step(batch, config, data_parallel=1, micro_batches_multiple_of=1).metrics
+    assert metrics["perf/micro_batch_share"] == pytest.approx((16 + 13) / (2 * 16))
+
+
 def test_context_parallel_devices_share_a_micro_batch() -> None:
     """The limit is a device's: two that compute parts of each sequence take twice as much together."""
     batch, config = groups([(9, 1.0), (5, 0.0), (5, 0.0), (5, 1.0)]), recipe()  # lengths 12, 8, 8, 8

@@ -37,8 +37,8 @@ _WHOLE = 27.0
 slow counts stay slow."""
 
 ASSUMED = (
-    "All micro batches are full (actor.max_tokens_per_micro_batch, or one sequence of the longest length), and they fill the "
-    "pipeline.",
+    "All micro batches are full (actor.max_tokens_per_micro_batch, or one sequence of the longest length, or one group of these "
+    "if the loss compares its samples), and they fill the pipeline.",
     "Layers, attention and Adam are megarl's, on torch's kernels; fused kernels of a device's libraries keep less.",
     "Not counted: workspace of kernels and fragmentation of the allocator.",
 )
