@@ -42,8 +42,6 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
             if notice
         ]
     for engine, spec in first_specs(recipe, training=training):
-        if training and recipe.train.source != "rollout" and spec.recipe_section == "rollout":
-            continue
         settings = engine_environment(recipe, platform, engine, spec)
         notices += settings.notices()
         notices += [f"engines have {name}={value}: {reason}" for name, value, reason in settings.computed()]

@@ -17,7 +17,7 @@ from typing import TypeVar
 from megarl.errors import NotHereError, raise_all
 from megarl.hf import hub
 from megarl.observe.run_dir import RunDirectory
-from megarl.preflight.models import JUDGE, POLICY, models_of
+from megarl.preflight.models import JUDGE_PATH, POLICY, models_of
 from megarl.recipe.data import files_of
 from megarl.recipe.hub_inputs import with_inputs
 from megarl.recipe.schema import Recipe
@@ -142,7 +142,7 @@ def training_inputs(recipe: Recipe) -> list[str]:
 
 def evaluation_inputs(*, asks_judge: bool) -> list[str]:
     """Return the settings of the models and files that `eval` reads."""
-    return [POLICY, "model.tokenizer", "data.eval_files", *([JUDGE] if asks_judge else [])]
+    return [POLICY, "model.tokenizer", "data.eval_files", *([JUDGE_PATH] if asks_judge else [])]
 
 
 @dataclass(frozen=True)

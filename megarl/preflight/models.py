@@ -29,7 +29,7 @@ from megarl.recipe.schema import Recipe
 from megarl.recipe.trainers import LoraConfig, ModelConfig
 
 Config = dict[str, Any]
-POLICY, CRITIC, TEACHER, JUDGE = "model.path", "critic.model_path", "teacher.path", "judge.path"
+POLICY, CRITIC, TEACHER, JUDGE_PATH = "model.path", "critic.model_path", "teacher.path", "judge.path"
 _MAKE_DATA = "megarl data quickstart --out data/quickstart"
 _REMEDIES = {  # for a missing model directory, by the last parts of its path
     "data/quickstart/model": f"run `{_MAKE_DATA}` to make it",
@@ -46,7 +46,7 @@ def models_of(recipe: Recipe) -> dict[str, str]:
     if needs_teacher(recipe.algorithm):
         directories[TEACHER] = str(recipe.teacher.path)
     if recipe.asks_judge:
-        directories[JUDGE] = str(recipe.judge.path)
+        directories[JUDGE_PATH] = str(recipe.judge.path)
     return directories
 
 

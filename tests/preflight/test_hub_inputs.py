@@ -249,7 +249,7 @@ def test_engines_and_tokenizers_of_another_node(
     assert load_tokenizer(recipe.model.path).directory.is_relative_to(tmp_path / "node 2")
     assert "model.safetensors" not in server.downloads()
     monkeypatch.setitem(engines._ENGINES, "vllm", "copy:copy")  # in place of an engine that loads
-    spec: Any = engines.create("vllm", policy_spec(recipe, "engine0", load_weights=True))
+    spec: Any = engines.create("vllm", policy_spec(recipe, "engine0", updated=False))
     assert (Path(spec.model_path) / "model.safetensors").is_file()
     assert Path(spec.model_path).is_relative_to(tmp_path / "node 2")
 

@@ -185,7 +185,7 @@ def _adapters(
 ) -> tuple[Links, list[str]]:
     """Return the bytes of adapter updates with notes, or of merged weights with the reason for merging."""
     kind = device.kind if device is not None and recipe.cluster.device == "auto" else recipe.cluster.device
-    spec, whole = policy_spec(recipe, "engine0", load_weights=False), full_links(recipe, model, per_node)
+    spec, whole = policy_spec(recipe, "engine0", updated=True), full_links(recipe, model, per_node)
     reason = arguments_of(recipe.rollout.engine).merged_because(spec, kind, model)
     if reason is not None:
         return whole, [
