@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megarl.batching.limits import group_size_notice, largest_micro_batch, samples_together, token_limit
+from megarl.platform.cpu import CPUPlatform
+from megarl.preflight.environment import environment_notices
 from megarl.recipe.schema import Recipe
 
 
@@ -22,6 +24,7 @@ def test_a_group_that_stays_together_may_exceed_the_limit() -> None:
     assert samples_together(config) == 16 and largest_micro_batch(config) == 48000
     notice = group_size_notice(config)
     assert notice is not None
+    assert notice in environment_notices(config, CPUPlatform())
     assert "16 x 3,000 = 48,000 tokens, and 16,384 are its limit" in notice and "2.9 times the memory" in notice
     config.megatron.context_parallel = 3
     assert token_limit(config) == largest_micro_batch(config) == 3 * 16384 and group_size_notice(config) is None
