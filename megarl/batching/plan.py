@@ -43,7 +43,7 @@ def plan_step(
 
     Mini batches are runs of whole groups in admission order. All normalizers are counted here, over a whole mini batch,
     before it is split. Micro batches are balanced by FLOPs, or by tokens if `model_flops` is None. Raises ValueError if
-    the batch lacks greedy samples or step rewards that the advantage estimator needs.
+    the batch lacks greedy samples, step rewards or reward parts that the advantage estimator needs.
     """
     samples = [sample for group in groups for sample in group.samples]
     outcomes = _outcomes(groups, samples, recipe.algorithm)
@@ -69,11 +69,7 @@ def plan_step(
         _add_mini_batch(shards, plan, int(outcomes.loss_tokens[part].sum()), weighted, part)
     metrics = {**length_metrics(samples, outcomes.loss_tokens), **packing.metrics()}
     if recipe.train.source == "rollout":  # demonstrations are not scored
-        metrics.update(reward_metrics(samples))
-        if outcomes.greedy_rewards is not None:
-            metrics["critic/rewards/greedy"] = float(np.mean(outcomes.greedy_rewards))
-        if estimates is not None:  # otherwise advantages are computed later
-            metrics.update(mean_max_min("critic/advantages", estimates + _step_sums(step_advantages)))
+        metrics.update(_outcome_metrics(samples, outcomes, estimates, step_advantages))
     if model_flops is None:
         return StepPlan(shards, metrics, outcomes, 0.0, 0.0)
     update = model_flops.of_update(lengths, frozen=recipe.lora.rank > 0)
@@ -160,6 +156,18 @@ def _estimates(outcomes: Outcomes, algorithm: AlgorithmConfig) -> np.ndarray | N
     """Return the advantage of each sample [B]; None if the estimator needs the tokens, or rewards still lack the KL."""
     function = ADVANTAGES[algorithm.advantage].function
     return None if function is None or algorithm.kl_in_reward else function(outcomes, algorithm)
+
+
+def _outcome_metrics(
+    samples: Sequence[Sample], outcomes: Outcomes, estimates: np.ndarray | None, step_advantages: Sequence[Steps]
+) -> Metrics:
+    """Return metrics of rewards, and of advantages unless they are computed later (`estimates` is None)."""
+    metrics = reward_metrics(samples)
+    if outcomes.greedy_rewards is not None:
+        metrics["critic/rewards/greedy"] = float(np.mean(outcomes.greedy_rewards))
+    if estimates is not None:
+        metrics.update(mean_max_min("critic/advantages", estimates + _step_sums(step_advantages)))
+    return metrics
 
 
 def _loss_weights(outcomes: Outcomes, members: range, recipe: Recipe) -> np.ndarray:
