@@ -232,7 +232,7 @@ def _start_processes(setup: RunSetup, cluster: Cluster, log: RunLog) -> Started:
     if rollout:
         sources = setup.prepared.data_sources
         engines = start_engines(
-            recipe, sources, platform, cluster, traces=folder.profile, load_weights=False, tape=setup.tape
+            recipe, sources, platform, cluster, traces=folder.profile, updated=True, tape=setup.tape
         )
     teachers = start_teacher(recipe, platform, cluster) if "teacher" in fixed_models(recipe) else []
     judges = start_judge(recipe, platform, cluster)

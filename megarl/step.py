@@ -10,7 +10,8 @@ from megarl.algorithms.inputs import Outcomes
 from megarl.algorithms.shaping import subtract_kl
 from megarl.assembly import Run
 from megarl.batching.flops import FORWARD
-from megarl.batching.plan import StepPlan, spread
+from megarl.batching.metrics import mean_max_min
+from megarl.batching.plan import StepPlan
 from megarl.observe.samples import sample_records
 from megarl.rollout.source import Batch
 from megarl.trainer.group import KLPenalty, VectorPart
@@ -110,7 +111,7 @@ def load_advantages(
             assert estimator.function is not None
             advantages = estimator.function(outcomes, algorithm)
             run.actor.set_advantages(advantages, plan.shards)
-            run.log.add(spread("critic/advantages", advantages))
+            run.log.add(mean_max_min("critic/advantages", advantages))
 
 
 def update_actor(run: Run, plan: StepPlan, step: int, passes: StepPasses) -> Metrics:

@@ -205,6 +205,10 @@ class ToolUse:
     seconds: float = 0.0  # total run time of tools; calls of one turn run sequentially
 
 
+TOO_SLOW = "too_slow"
+"""Reward part 1 of a response whose scorer reached `reward.timeout`, and for which that counts as wrong (`slow_is_wrong`)."""
+
+
 @dataclass
 class Sample:
     """The controller's record of one sample. Its vectors are ``data.get()[index]``."""

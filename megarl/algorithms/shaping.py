@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.algorithms.inputs import Outcomes
+from megarl.types import TOO_SLOW
 
 if TYPE_CHECKING:
     from megarl.recipe.algorithm import OverlongConfig
@@ -49,22 +50,32 @@ def kl_penalties(kl: Sequence[np.ndarray], weight: float) -> np.ndarray:
     return -weight * np.concatenate(kl).astype(np.float64)
 
 
+def reward_part(sample: Sample, name: str, key: str) -> float:
+    """Return a part of a sample's reward; 0 if its scorer was too slow to report it. `key`: the setting that names the part.
+
+    Raises ValueError if the sample's scorer does not report the part.
+    """
+    parts = sample.reward_parts
+    if name in parts:
+        return parts[name]
+    labels = name.split("/")[:-1]  # several scorers: the parts of each have a label
+    if any(parts.get("/".join([*labels[:count], TOO_SLOW])) for count in range(len(labels) + 1)):
+        return 0.0
+    raise ValueError(
+        f"{key} names '{name}', which the reward does not report. Its parts: {', '.join(sorted(parts)) or 'none'}. Name a "
+        "part that every scorer of the data reports for every response, or let the scorer report it (0 where it does not apply)"
+    )
+
+
 def has_spread(samples: Sequence[Sample], metric: str) -> bool:
     """Return whether a group's samples differ in `metric` ("reward" or a reward part): only then is there a gradient.
 
-    Raises ValueError if the reward does not report the metric.
+    Raises ValueError as `reward_part` does.
     """
     if metric == "reward":
         values = [sample.reward for sample in samples]
     else:
-        missing = [sample for sample in samples if metric not in sample.reward_parts]
-        if missing:
-            parts = ", ".join(sorted(missing[0].reward_parts)) or "none"
-            raise ValueError(
-                f"algorithm.dynamic_sampling.metric is '{metric}', which the reward does not report. "
-                f"Use 'reward' or one of its parts: {parts}."
-            )
-        values = [sample.reward_parts[metric] for sample in samples]
+        values = [reward_part(sample, metric, "algorithm.dynamic_sampling.metric") for sample in samples]
     return max(values) > min(values)
 
 

@@ -3,7 +3,8 @@
 Invariants, checked by property tests:
 - every sample of a mini batch is in exactly one micro batch of one data-parallel rank;
 - every rank has the same number of micro batches (collectives need that), and none is empty;
-- a micro batch has at most `max_tokens` tokens, unless it holds a single longer sample;
+- a micro batch has at most `max_tokens` tokens, unless it holds a single longer sample, or a single longer bundle of samples
+  that stay together (`expand`);
 - the same input gives the same plan.
 
 Goals, in order of priority, and their guarantees:
@@ -20,9 +21,9 @@ micro batch has no room to compensate. A larger `max_tokens` helps.
 Method: assign samples, longest first, to the cheapest micro batch with room for them (Graham's LPT rule, 1969), then swap
 samples between large and small micro batches. If the samples do not fit or remain uneven, try again with more micro
 batches, as long as goal 1 holds. If they still do not fit, best fit decreasing (Johnson, 1974) determines the number.
-verl and slime first determine a number (from the tokens, or by first fit) and then split the batch into that many nearly
-equal parts with the largest differencing method (Karmarkar and Karp, 1982), which may exceed the limit.
-benchmarks/packing.py compares the methods.
+verl determines a number from the tokens, and splits the batch into that many nearly equal parts with the largest differencing
+method (Karmarkar and Karp, 1982), which may exceed the limit. slime packs by first fit, within the limit; only its
+`balance_by_flops` divides by differencing and may exceed it. benchmarks/packing.py compares the methods.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ FULL = 0.97  # micro batches are added for better balance only down to this shar
 EVEN = 1.03  # imbalance at which no micro batches are added
 
 _NEAR_ENOUGH = 1.01  # times the mean: bins below this load are not reduced further
+_NO_SAMPLE = -1  # in place of a sample
 _IDLE_ROUNDS = 4  # rounds of swaps that do not shrink the largest micro batch, before the search stops
 _PAIRS = 500_000  # sample pairs per round of swaps
 
@@ -47,7 +49,8 @@ Bins = list[list[int]]
 
 
 class Slot(NamedTuple):
-    """One sample in a micro batch. A filler repeats a sample with weight 0 on a rank that would have no work."""
+    """One sample in a micro batch. A filler repeats a sample with weight 0 in a micro batch that would be empty, since every
+    rank has the same number of micro batches, a multiple of `multiple_of`."""
 
     sample: int
     filler: bool = False
@@ -57,9 +60,14 @@ Plan = list[list[list[Slot]]]
 """For each rank, its micro batches in order of execution."""
 
 
+def offsets(sizes: Sequence[int]) -> np.ndarray:
+    """Return the bounds of adjacent runs: run i has the items from offsets[i] to offsets[i + 1] - 1. int64 [runs + 1]."""
+    return np.cumsum([0, *sizes])
+
+
 def expand(plan: Plan, sizes: Sequence[int]) -> Plan:
     """Expand a plan of bundles to a plan of samples. Bundle b is a run of `sizes[b]` adjacent samples, kept together."""
-    firsts = np.cumsum([0, *sizes]).tolist()
+    firsts = offsets(sizes).tolist()
 
     def samples(bundle: Slot) -> list[Slot]:
         return [Slot(sample, bundle.filler) for sample in range(firsts[bundle.sample], firsts[bundle.sample + 1])]
@@ -80,22 +88,21 @@ def split_evenly(count: int, parts: int) -> list[range]:
 def share(plan: Plan, lengths: Sequence[int] | np.ndarray, max_tokens: int) -> float:
     """Return the fraction of the micro batches' token capacity that holds real tokens.
 
-    Micro batches are not padded to `max_tokens`: a low share means more, smaller forward passes than necessary. A
-    sample longer than the limit counts as the limit, a filler as 0.
+    Micro batches are not padded to `max_tokens`: a low share means more, smaller forward passes than necessary. A micro
+    batch above the limit counts as the limit, a filler as 0.
     """
-    real = [slot.sample for slot in _slots(plan) if not slot.filler]
-    tokens = float(np.minimum(np.asarray(lengths)[real], max_tokens).sum())
-    return tokens / (max_tokens * sum(len(micro_batches) for micro_batches in plan))
+    tokens = [
+        min(max_tokens, sum(int(lengths[slot.sample]) for slot in micro_batch if not slot.filler))
+        for micro_batches in plan
+        for micro_batch in micro_batches
+    ]
+    return sum(tokens) / (max_tokens * len(tokens))
 
 
 def imbalance(plan: Plan, costs: Sequence[float] | np.ndarray) -> float:
-    """Return the cost of the largest micro batch of any rank divided by their mean; at least 1."""
+    """Return the largest micro-batch cost over the mean micro-batch cost, of all ranks; at least 1."""
     loads = [sum(costs[slot.sample] for slot in micro_batch) for rank in plan for micro_batch in rank]
     return float(max(loads) / np.mean(loads))
-
-
-def _slots(plan: Plan) -> list[Slot]:
-    return [slot for micro_batches in plan for micro_batch in micro_batches for slot in micro_batch]
 
 
 def plan_micro_batches(
@@ -110,7 +117,12 @@ def plan_micro_batches(
     `costs` [B]: compute cost of each sample in any unit (`ModelFlops.of`); None: the lengths. The number of micro
     batches of a rank is a multiple of `multiple_of` (pipeline stages under interleaving).
     """
-    assert len(lengths) and ranks > 0 and multiple_of > 0
+    assert len(lengths) and ranks > 0 and max_tokens > 0 and multiple_of > 0, (
+        len(lengths),
+        ranks,
+        max_tokens,
+        multiple_of,
+    )
     length = np.asarray(lengths, dtype=np.int64)
     cost = length.astype(np.float64) if costs is None else np.asarray(costs, dtype=np.float64)
 
@@ -122,7 +134,7 @@ def plan_micro_batches(
     most = max(fewest, int(capacity / FULL) // multiple_of * multiple_of)
     best, least = None, math.inf
     for count in sorted({fewest, most}):
-        bins = _spread(length, cost, ranks * count, max_tokens)
+        bins = _assign_longest_first(length, cost, ranks * count, max_tokens)
         excess = math.inf if bins is None else _even_out(bins, length, cost, max_tokens)
         if excess < least:
             best, least = bins, excess
@@ -149,7 +161,7 @@ def _longest_first(length: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(order.tolist(), length[order].tolist(), strict=True))
 
 
-def _spread(length: np.ndarray, cost: np.ndarray, count: int, max_tokens: int) -> Bins | None:
+def _assign_longest_first(length: np.ndarray, cost: np.ndarray, count: int, max_tokens: int) -> Bins | None:
     """Assign longest first to the bin of least cost (LPT) with room for it. None if a sample does not fit."""
     costs = cost.tolist()
     bins: Bins = [[] for _ in range(count)]
@@ -204,75 +216,86 @@ def _divide(bins: Bins, count: int) -> Bins:
     return bins
 
 
-def _even_out(bins: Bins, length: np.ndarray, cost: np.ndarray, max_tokens: int) -> float:
-    """Swap samples between large and small bins until the largest stops shrinking.
+class _LoadedBins:
+    """Bins of samples with their loads (costs) and room (tokens), float64 [bins], which `exchange` updates.
+
+    `length` and `cost` [B + 1] of the samples are 0 at the index `_NO_SAMPLE`.
+    """
+
+    def __init__(self, members: Bins, length: np.ndarray, cost: np.ndarray, max_tokens: int) -> None:
+        self.members = members
+        self.length, self.cost = np.append(length, 0), np.append(cost, 0.0)
+        self.load = _totals(members, cost)
+        self.room = max_tokens - _totals(members, length)
+
+    def candidates(self, indices: np.ndarray, width: int, turn: int) -> np.ndarray:
+        """Return `width` members of each bin, spread over all of them, and `_NO_SAMPLE` where a bin has fewer: [bins, width].
+
+        `turn` selects which members of a crowded bin are returned.
+        """
+        rows = []
+        for members in (self.members[index] for index in indices):
+            stride = max(1, -(-len(members) // width))
+            some = members[turn % stride :: stride]
+            rows.append(some + [_NO_SAMPLE] * (width - len(some)))
+        return np.array(rows)
+
+    def exchange(self, source: int, target: int, leaving: int, entering: int) -> None:
+        """Move `leaving` from bin `source` to `target`, and `entering`, unless it is `_NO_SAMPLE`, back."""
+        self.members[source].remove(leaving)
+        self.members[target].append(leaving)
+        if entering != _NO_SAMPLE:
+            self.members[target].remove(entering)
+            self.members[source].append(entering)
+        cost, tokens = self.cost[leaving] - self.cost[entering], self.length[leaving] - self.length[entering]
+        self.load[source] -= cost
+        self.load[target] += cost
+        self.room[source] += tokens
+        self.room[target] -= tokens
+
+
+def _even_out(members: Bins, length: np.ndarray, cost: np.ndarray, max_tokens: int) -> float:
+    """Swap samples between large and small bins until the largest stops shrinking. Updates `members`.
 
     Returns the largest load as a multiple of its lower bound: the mean, or the costliest sample if that is larger.
     """
-    load, room = _totals(bins, cost), max_tokens - _totals(bins, length)
-    goal = max(load.mean(), cost.max())
-    largest, idle = load.max(), 0
+    bins = _LoadedBins(members, length, cost, max_tokens)
+    goal = max(bins.load.mean(), cost.max())
+    largest, idle = bins.load.max(), 0
     while largest > _NEAR_ENOUGH * goal and idle < _IDLE_ROUNDS:
-        order, half = np.argsort(load, kind="stable"), len(load) // 2
+        order, half = np.argsort(bins.load, kind="stable"), len(members) // 2
         large = order[half:][::-1]
-        large = large[load[large] > _NEAR_ENOUGH * load.mean()]
+        large = large[bins.load[large] > _NEAR_ENOUGH * bins.load.mean()]
         small = np.roll(order[:half], -idle)[: len(large)]  # other partners after a round without improvement
-        _swap(bins, large[: len(small)], small, length, cost, load, room, turn=idle)
-        idle = 0 if load.max() < 0.999 * largest else idle + 1
-        largest = load.max()
+        _swap(bins, large[: len(small)], small, turn=idle)
+        idle = 0 if bins.load.max() < 0.999 * largest else idle + 1
+        largest = bins.load.max()
     return float(largest / goal)
 
 
-def _swap(
-    bins: Bins,
-    large: np.ndarray,
-    small: np.ndarray,
-    length: np.ndarray,
-    cost: np.ndarray,
-    load: np.ndarray,
-    room: np.ndarray,
-    *,
-    turn: int,
-) -> None:
+def _swap(bins: _LoadedBins, large: np.ndarray, small: np.ndarray, turn: int) -> None:
     """Bring the loads of each pair of bins large[p], small[p] closer: swap a sample for a cheaper one, or move a sample.
 
-    Updates `load` and `room`. `turn` selects which samples of a crowded bin are tried.
+    `turn`: see `_LoadedBins.candidates`.
     """
-    if not len(large):
+    pairs = len(large)
+    if not pairs:
         return
-    none = len(length)  # index that stands for no sample
-    length, cost = np.append(length, 0), np.append(cost, 0.0)
-    width = int(np.clip(math.sqrt(_PAIRS / len(large)), 4, 64))
-    out = np.array([_some(bins[index], width, turn, none) for index in large])
-    back = np.array([[*_some(bins[index], width, turn, none), none] for index in small])
-    tokens = length[out][:, :, None] - length[back][:, None]  # [pairs, width, width + 1]: tokens moved by the swap
-    carried = cost[out][:, :, None] - cost[back][:, None]
-    gap = (load[large] - load[small])[:, None, None]
-    fits = (tokens <= room[small][:, None, None]) & (-tokens <= room[large][:, None, None])
+    width = int(np.clip(math.sqrt(_PAIRS / pairs), 4, 64))
+    leaving = bins.candidates(large, width, turn)
+    entering = np.column_stack([bins.candidates(small, width, turn), np.full(pairs, _NO_SAMPLE)])
+    # All swaps of each pair, [pairs, width, width + 1]: tokens and cost that the large bin loses.
+    tokens = bins.length[leaving][:, :, None] - bins.length[entering][:, None]
+    cost = bins.cost[leaving][:, :, None] - bins.cost[entering][:, None]
+    gap = (bins.load[large] - bins.load[small])[:, None, None]
+    fits = (tokens <= bins.room[small][:, None, None]) & (-tokens <= bins.room[large][:, None, None])
     # A bin's only sample never moves, since its cost is at least the gap.
-    fits &= (carried > 0.02 * gap) & (carried < 0.98 * gap)
-    miss = np.where(fits, np.abs(carried - gap / 2), np.inf).reshape(len(large), -1)
+    fits &= (cost > 0.02 * gap) & (cost < 0.98 * gap)
+    miss = np.where(fits, np.abs(cost - gap / 2), np.inf).reshape(pairs, -1)
     for pair, best in enumerate(miss.argmin(axis=1).tolist()):
-        if miss[pair, best] == np.inf:
-            continue
-        i, j = divmod(best, back.shape[1])
-        source, target, leaving, entering = large[pair], small[pair], int(out[pair, i]), int(back[pair, j])
-        bins[source].remove(leaving)
-        bins[target].append(leaving)
-        if entering != none:
-            bins[target].remove(entering)
-            bins[source].append(entering)
-        load[source] -= carried[pair, i, j]
-        load[target] += carried[pair, i, j]
-        room[source] += tokens[pair, i, j]
-        room[target] -= tokens[pair, i, j]
-
-
-def _some(members: list[int], width: int, turn: int, none: int) -> list[int]:
-    """Return `width` members of a bin, spread over all of them, padded with `none`."""
-    stride = max(1, -(-len(members) // width))
-    some = members[turn % stride :: stride]
-    return some + [none] * (width - len(some))
+        if miss[pair, best] < np.inf:
+            i, j = divmod(best, width + 1)
+            bins.exchange(int(large[pair]), int(small[pair]), int(leaving[pair, i]), int(entering[pair, j]))
 
 
 def _deal(bins: Bins, length: np.ndarray, cost: np.ndarray, ranks: int) -> Plan:

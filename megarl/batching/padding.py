@@ -21,7 +21,12 @@ def plan_padded_micro_batches(
 
     Their number per rank is a multiple of `multiple_of`.
     """
-    assert len(lengths) and ranks > 0 and multiple_of > 0
+    assert len(lengths) and ranks > 0 and max_tokens > 0 and multiple_of > 0, (
+        len(lengths),
+        ranks,
+        max_tokens,
+        multiple_of,
+    )
     order = sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))
     rectangles = []
     while order:

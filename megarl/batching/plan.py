@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.algorithms.advantages import AdvantageEstimator
 from megarl.algorithms.aggregation import aggregate
 from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES
 from megarl.algorithms.inputs import Outcomes
-from megarl.algorithms.shaping import counts_in_loss, group_numbers
+from megarl.algorithms.shaping import counts_in_loss, group_numbers, reward_part
 from megarl.batching.flops import ModelFlops
-from megarl.batching.packing import Plan, Slot, expand, imbalance, plan_micro_batches, share, split_evenly
+from megarl.batching.limits import token_limit
+from megarl.batching.metrics import PackingMetrics, length_metrics, mean_max_min, reward_metrics
+from megarl.batching.packing import Plan, expand, offsets, plan_micro_batches, split_evenly
 from megarl.batching.padding import plan_padded_micro_batches
 from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.schema import Recipe
@@ -42,48 +43,33 @@ def plan_step(
 
     Mini batches are runs of whole groups in admission order. All normalizers are counted here, over a whole mini batch,
     before it is split. Micro batches are balanced by FLOPs, or by tokens if `model_flops` is None. Raises ValueError if
-    the batch lacks greedy samples or step rewards that the advantage estimator needs.
+    the batch lacks greedy samples, step rewards or reward parts that the advantage estimator needs.
     """
     samples = [sample for group in groups for sample in group.samples]
-    loss_tokens = np.array(
-        [sample.loss_tokens if counts_in_loss(sample, recipe.algorithm.overlong.filter) else 0 for sample in samples]
+    outcomes = _outcomes(groups, samples, recipe.algorithm)
+    estimates = _estimates(outcomes, recipe.algorithm)
+    step_advantages = _step_advantages(outcomes, recipe.algorithm, samples)
+    firsts = offsets([len(group.samples) for group in groups])
+    mini_batches = split_evenly(len(groups), recipe.actor.mini_batches)
+    members = [range(firsts[run.start], firsts[run.stop]) for run in mini_batches]
+    weighted = _WeightedSamples(
+        samples,
+        group_indices=_group_indices(outcomes.groups),
+        advantages=np.zeros(len(samples)) if estimates is None else estimates,
+        step_advantages=step_advantages,
+        loss_tokens=outcomes.loss_tokens,
+        loss_weights=np.concatenate([_loss_weights(outcomes, part, recipe) for part in members]),
     )
-    rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
-    outcomes = Outcomes(
-        rewards,
-        group_numbers(groups),
-        loss_tokens,
-        _greedy_rewards(groups),
-        *_step_rewards_of(samples),
-        _reward_parts(samples, recipe.algorithm),
-    )
-    estimator = ADVANTAGES[recipe.algorithm.advantage]
-    estimate = None if recipe.algorithm.kl_in_reward else estimator.function
-    advantages = estimate(outcomes, recipe.algorithm) if estimate else np.zeros(len(samples))
-    step_advantages = _step_advantages(estimator, outcomes, recipe.algorithm, samples)
-    scored = _ScoredSamples(samples, _places(outcomes.groups), advantages, step_advantages)
     lengths, costs = _lengths_and_costs(samples, model_flops)
-    packing = _Packing()
-    firsts = np.cumsum([0] + [len(group.samples) for group in groups])
-    shards = [Shard(samples=[], mini_batches=[], loss_tokens=[]) for _ in range(data_parallel)]
-    for run in split_evenly(len(groups), recipe.actor.mini_batches):
-        members = range(firsts[run.start], firsts[run.stop])
-        sizes = _bundles(groups[run.start : run.stop], recipe.algorithm)
-        tokens = loss_tokens[members.start : members.stop]
-        divisor = recipe.algorithm.aggregation_divisor or recipe.rollout.max_response_length
-        numbers = outcomes.groups[members.start : members.stop]
-        weights = aggregate(AGGREGATIONS[recipe.algorithm.aggregation], tokens, divisor, numbers)
-        run_lengths, run_costs = lengths[members], costs[members]
-        plan = plan_mini_batch(run_lengths, run_costs, sizes, recipe, data_parallel, micro_batches_multiple_of)
-        packing.add(plan, run_lengths, run_costs, _limit(recipe))
-        _add_mini_batch(shards, plan, int(tokens.sum()), scored, members, tokens, weights)
-    metrics = {**_length_metrics(samples, loss_tokens), **packing.metrics()}
+    shards, packing = _empty_shards(data_parallel), PackingMetrics()
+    for run, part in zip(mini_batches, members, strict=True):
+        sizes = _bundle_sizes(groups[run.start : run.stop], recipe.algorithm)
+        plan = plan_mini_batch(lengths[part], costs[part], sizes, recipe, data_parallel, micro_batches_multiple_of)
+        packing.add(plan, lengths[part], costs[part], token_limit(recipe))
+        _add_mini_batch(shards, plan, int(outcomes.loss_tokens[part].sum()), weighted, part)
+    metrics = {**length_metrics(samples, outcomes.loss_tokens), **packing.metrics()}
     if recipe.train.source == "rollout":  # demonstrations are not scored
-        metrics.update(_reward_metrics(samples))
-        if outcomes.greedy_rewards is not None:
-            metrics["critic/rewards/greedy"] = float(np.mean(outcomes.greedy_rewards))
-        if estimate:  # otherwise advantages are computed later
-            metrics.update(spread("critic/advantages", advantages + _sums(step_advantages)))
+        metrics.update(_outcome_metrics(samples, outcomes, estimates, step_advantages))
     if model_flops is None:
         return StepPlan(shards, metrics, outcomes, 0.0, 0.0)
     update = model_flops.of_update(lengths, frozen=recipe.lora.rank > 0)
@@ -115,15 +101,23 @@ def plan_held_out(
     """
     samples = [sample for group in groups for sample in group.samples]
     lengths, costs = _lengths_and_costs(samples, model_flops)
-    plan = plan_mini_batch(
-        lengths, costs, _bundles(groups, recipe.algorithm), recipe, data_parallel, micro_batches_multiple_of
+    sizes = _bundle_sizes(groups, recipe.algorithm)
+    plan = plan_mini_batch(lengths, costs, sizes, recipe, data_parallel, micro_batches_multiple_of)
+    weighted = _WeightedSamples(
+        samples,
+        group_indices=_group_indices(group_numbers(groups)),
+        advantages=np.zeros(len(samples)),
+        step_advantages=[()] * len(samples),
+        loss_tokens=np.array([sample.loss_tokens for sample in samples]),
+        loss_weights=weights,
     )
-    shards = [Shard(samples=[], mini_batches=[], loss_tokens=[]) for _ in range(data_parallel)]
-    tokens = np.array([sample.loss_tokens for sample in samples])
-    places = _places(group_numbers(groups))
-    scored = _ScoredSamples(samples, places, np.zeros(len(samples)), [()] * len(samples))
-    _add_mini_batch(shards, plan, loss_tokens, scored, range(len(samples)), tokens, weights)
+    shards = _empty_shards(data_parallel)
+    _add_mini_batch(shards, plan, loss_tokens, weighted, range(len(samples)))
     return shards
+
+
+def _empty_shards(count: int) -> list[Shard]:
+    return [Shard(samples=[], mini_batches=[], loss_tokens=[]) for _ in range(count)]
 
 
 def _lengths_and_costs(samples: Sequence[Sample], model_flops: ModelFlops | None) -> tuple[np.ndarray, np.ndarray]:
@@ -131,15 +125,56 @@ def _lengths_and_costs(samples: Sequence[Sample], model_flops: ModelFlops | None
     return lengths, model_flops.of(lengths) if model_flops else lengths.astype(np.float64)
 
 
-def _bundles(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[int]:
+def _bundle_sizes(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[int]:
     """Return the sizes of runs of adjacent samples that stay together: groups if the loss compares siblings, else 1."""
     sizes = [len(group.samples) for group in groups]
     return sizes if LOSSES[algorithm.loss].whole_groups else [1] * sum(sizes)
 
 
-def _places(numbers: np.ndarray) -> np.ndarray:
+def _group_indices(numbers: np.ndarray) -> np.ndarray:
     """Return the index of each sample's group among the groups of the batch, in the order of their numbers: [B]."""
     return np.unique(numbers, return_inverse=True)[1]
+
+
+def _outcomes(groups: Sequence[Group], samples: Sequence[Sample], algorithm: AlgorithmConfig) -> Outcomes:
+    """Return the outcomes of all samples. A sample that overlong filtering leaves out of the loss has no loss tokens."""
+    step_rewards, step_samples = _step_rewards_of(samples)
+    return Outcomes(
+        rewards=np.array([sample.reward for sample in samples], dtype=np.float64),
+        groups=group_numbers(groups),
+        loss_tokens=np.array(
+            [sample.loss_tokens if counts_in_loss(sample, algorithm.overlong.filter) else 0 for sample in samples]
+        ),
+        greedy_rewards=_greedy_rewards(groups),
+        step_rewards=step_rewards,
+        step_samples=step_samples,
+        parts=_reward_parts(samples, algorithm),
+    )
+
+
+def _estimates(outcomes: Outcomes, algorithm: AlgorithmConfig) -> np.ndarray | None:
+    """Return the advantage of each sample [B]; None if the estimator needs the tokens, or rewards still lack the KL."""
+    function = ADVANTAGES[algorithm.advantage].function
+    return None if function is None or algorithm.kl_in_reward else function(outcomes, algorithm)
+
+
+def _outcome_metrics(
+    samples: Sequence[Sample], outcomes: Outcomes, estimates: np.ndarray | None, step_advantages: Sequence[Steps]
+) -> Metrics:
+    """Return metrics of rewards, and of advantages unless they are computed later (`estimates` is None)."""
+    metrics = reward_metrics(samples)
+    if outcomes.greedy_rewards is not None:
+        metrics["critic/rewards/greedy"] = float(np.mean(outcomes.greedy_rewards))
+    if estimates is not None:
+        metrics.update(mean_max_min("critic/advantages", estimates + _step_sums(step_advantages)))
+    return metrics
+
+
+def _loss_weights(outcomes: Outcomes, members: range, recipe: Recipe) -> np.ndarray:
+    """Return the weight of each sample's tokens in the loss of a mini batch with samples `members`."""
+    aggregation = AGGREGATIONS[recipe.algorithm.aggregation]
+    divisor = recipe.algorithm.aggregation_divisor or recipe.rollout.max_response_length
+    return aggregate(aggregation, outcomes.loss_tokens[members], divisor, outcomes.groups[members])
 
 
 def _step_rewards_of(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
@@ -149,13 +184,12 @@ def _step_rewards_of(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]
     return np.array(rewards, dtype=np.float64), np.repeat(np.arange(len(samples)), counts)
 
 
-def _step_advantages(
-    estimator: AdvantageEstimator, outcomes: Outcomes, algorithm: AlgorithmConfig, samples: Sequence[Sample]
-) -> list[Steps]:
+def _step_advantages(outcomes: Outcomes, algorithm: AlgorithmConfig, samples: Sequence[Sample]) -> list[Steps]:
     """Return the step advantages of each sample; empty for an estimator without step advantages.
 
     Raises ValueError if the estimator needs step rewards and the scorer returned none.
     """
+    estimator = ADVANTAGES[algorithm.advantage]
     if estimator.of_steps is None:
         return [()] * len(samples)
     if not any("steps" in sample.reward_parts for sample in samples):
@@ -168,27 +202,15 @@ def _step_advantages(
     return [tuple((token, next(advantages)) for token, _ in sample.steps) for sample in samples]
 
 
-def _sums(steps: Sequence[Steps]) -> np.ndarray:
+def _step_sums(steps: Sequence[Steps]) -> np.ndarray:
     """Return the sum of each sample's step advantages [B]."""
     return np.array([sum(number for _, number in sample_steps) for sample_steps in steps])
 
 
-def sums_of(values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Return the sum of each run of adjacent values: the first `sizes[0]` values, the next `sizes[1]`, ..."""
-    return np.add.reduceat(values, np.cumsum([0, *sizes[:-1]]))
-
-
 def _reward_parts(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> dict[str, np.ndarray]:
-    """Return the parts in `algorithm.reward_parts` of each sample [B]; 0 if a sample lacks one, as a response that took
-    too long to score does. Raises ValueError if no sample has it."""
-    reported = {name for sample in samples for name in sample.reward_parts}
-    if unknown := [name for name in algorithm.reward_parts if name not in reported]:
-        raise ValueError(
-            f"algorithm.reward_parts names '{unknown[0]}', which the reward does not report. Its parts: "
-            f"{', '.join(sorted(reported)) or 'none'}"
-        )
+    """Return the parts in `algorithm.reward_parts` of each sample [B]. Raises ValueError as `reward_part` does."""
     return {
-        name: np.array([sample.reward_parts.get(name, 0.0) for sample in samples], dtype=np.float64)
+        name: np.array([reward_part(sample, name, "algorithm.reward_parts") for sample in samples], dtype=np.float64)
         for name in algorithm.reward_parts
     }
 
@@ -211,129 +233,74 @@ def plan_mini_batch(
     lengths: np.ndarray, costs: np.ndarray, sizes: Sequence[int], recipe: Recipe, data_parallel: int, multiple_of: int
 ) -> Plan:
     """Return the micro batches of one mini batch; runs of adjacent samples, with lengths `sizes`, stay together."""
-    limit = _limit(recipe)
+    limit = token_limit(recipe)
     if recipe.megatron.packing:
-        bundles = sums_of(lengths, sizes), data_parallel, limit, multiple_of, sums_of(costs, sizes)
-        return expand(plan_micro_batches(*bundles), sizes)
+        plan = plan_micro_batches(
+            lengths=_bundle_sums(lengths, sizes),
+            ranks=data_parallel,
+            max_tokens=limit,
+            multiple_of=multiple_of,
+            costs=_bundle_sums(costs, sizes),
+        )
+        return expand(plan, sizes)
     # A padded bundle costs its size x its longest sample.
-    longest = np.maximum.reduceat(lengths, np.cumsum([0, *sizes[:-1]]))
+    longest = np.maximum.reduceat(lengths, offsets(sizes)[:-1])
     padded = [size * length for size, length in zip(sizes, longest, strict=True)]
     return expand(plan_padded_micro_batches(padded, data_parallel, limit, multiple_of), sizes)
 
 
-def _limit(recipe: Recipe) -> int:
-    """Return the token limit of a micro batch: per rank, times the context-parallel ranks that share its sequences."""
-    return recipe.actor.max_tokens_per_micro_batch * recipe.megatron.context_parallel
-
-
-@dataclass
-class _Packing:
-    """Fill and balance of the micro batches of each mini batch."""
-
-    counts: list[int] = field(default_factory=list)
-    shares: list[float] = field(default_factory=list)
-    imbalances: list[float] = field(default_factory=list)
-
-    def add(self, plan: Plan, lengths: np.ndarray, costs: np.ndarray, max_tokens: int) -> None:
-        self.counts.append(len(plan[0]))
-        self.shares.append(share(plan, lengths, max_tokens))
-        self.imbalances.append(imbalance(plan, costs))
-
-    def metrics(self) -> Metrics:
-        return {
-            "actor/micro_batches": float(sum(self.counts)),
-            "perf/micro_batch_share": float(np.average(self.shares, weights=self.counts)),
-            "perf/micro_batch_imbalance": max(self.imbalances),
-        }
+def _bundle_sums(values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """Return the sum of each run of adjacent values: the first `sizes[0]` values, the next `sizes[1]`, ..."""
+    return np.add.reduceat(values, offsets(sizes)[:-1])
 
 
 @dataclass(frozen=True)
-class _ScoredSamples:
-    """The samples of a batch, with the advantages that need no forward pass."""
+class _WeightedSamples:
+    """The samples of a batch, with the advantages that need no forward pass and their weights in the loss."""
 
     samples: Sequence[Sample]
-    places: np.ndarray  # [B]: index of each sample's group within the batch
+    group_indices: np.ndarray  # [B]: of each sample's group within the batch
     advantages: np.ndarray  # [B]
     step_advantages: Sequence[Steps]  # of each sample
+    loss_tokens: np.ndarray  # [B]
+    loss_weights: np.ndarray  # [B]: of each loss token
 
-
-def _add_mini_batch(
-    shards: Sequence[Shard],
-    plan: Plan,
-    loss_tokens: int,
-    scored: _ScoredSamples,
-    members: range,
-    tokens: np.ndarray,
-    weights: np.ndarray,
-) -> None:
-    """Append the micro batches of `plan` to each shard.
-
-    Indices in `plan`, `tokens` and `weights` are positions in `members`, the batch indices of the mini batch's samples.
-    """
-    for shard, micro_batches in zip(shards, plan, strict=True):
-        shard.loss_tokens.append(loss_tokens)
-        shard.mini_batches.append(
-            [
-                [_place(shard, slot, scored, members, tokens, weights) for slot in micro_batch]
-                for micro_batch in micro_batches
-            ]
-        )
-
-
-def _place(
-    shard: Shard, slot: Slot, scored: _ScoredSamples, members: range, tokens: np.ndarray, weights: np.ndarray
-) -> int:
-    """Append one sample to a shard; return its index there."""
-    number = members[slot.sample]
-    sample = scored.samples[number]
-    counts = not slot.filler and tokens[slot.sample] > 0
-    shard.samples.append(
-        ShardSample(
+    def shard_sample(self, number: int, *, filler: bool) -> ShardSample:
+        """Return sample `number` of the batch as a trainer needs it; a filler has weight 0."""
+        sample = self.samples[number]
+        counts = not filler and self.loss_tokens[number] > 0
+        return ShardSample(
             data=sample.data,
             index=sample.index,
             length=sample.length,
             number=number,
-            group=int(scored.places[number]),
+            group=int(self.group_indices[number]),
             reward=sample.outcome,
-            advantage=float(scored.advantages[number]),
-            loss_weight=float(weights[slot.sample]) if counts else 0.0,
+            advantage=float(self.advantages[number]),
+            loss_weight=float(self.loss_weights[number]) if counts else 0.0,
             steps=sample.steps,
-            step_advantages=scored.step_advantages[number],
+            step_advantages=self.step_advantages[number],
             prompt_length=sample.prompt_length,
             spans=sample.spans,
         )
-    )
-    return len(shard.samples) - 1
 
 
-def _length_metrics(samples: Sequence[Sample], loss_tokens: np.ndarray) -> Metrics:
-    """Return metrics of the batch's lengths (tokens), under verl's names."""
-    return {
-        **spread("response_length", [sample.response_length for sample in samples]),
-        **spread("prompt_length", [sample.prompt_length for sample in samples]),
-        "response_length/clip_ratio": float(np.mean([sample.truncated for sample in samples])),
-        "perf/total_num_tokens": float(sum(sample.length for sample in samples)),
-        "actor/loss_tokens": float(loss_tokens.sum()),
-    }
+def _add_mini_batch(
+    shards: Sequence[Shard], plan: Plan, loss_tokens: int, weighted: _WeightedSamples, members: range
+) -> None:
+    """Append the micro batches of `plan` to each shard.
 
-
-def _reward_metrics(samples: Sequence[Sample]) -> Metrics:
-    """Return metrics of the batch's rewards and reward parts."""
-    metrics = spread("critic/rewards", [sample.reward for sample in samples])
-    if any("steps" in sample.reward_parts for sample in samples):
-        metrics.update(spread("critic/step_count", [len(sample.steps) for sample in samples]))
-    for part in sorted({name for sample in samples for name in sample.reward_parts}):
-        metrics.update(spread(f"critic/score/{part}", [sample.reward_parts.get(part, 0.0) for sample in samples]))
-    return metrics
-
-
-def spread(name: str, values: Sequence[float] | np.ndarray) -> Metrics:
-    """Return mean, maximum and minimum as metrics."""
-    return {
-        f"{name}/mean": float(np.mean(values)),
-        f"{name}/max": float(np.max(values)),
-        f"{name}/min": float(np.min(values)),
-    }
+    `plan` numbers the samples of the mini batch. `members`: their numbers in the batch. `loss_tokens`: of the mini batch.
+    """
+    for shard, micro_batches in zip(shards, plan, strict=True):
+        shard.loss_tokens.append(loss_tokens)
+        shard.mini_batches.append([])
+        for micro_batch in micro_batches:
+            first = len(shard.samples)
+            shard.samples.extend(
+                weighted.shard_sample(members[slot.sample], filler=slot.filler) for slot in micro_batch
+            )
+            shard.mini_batches[-1].append(list(range(first, len(shard.samples))))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from megarl.preflight.environment import environment_notices
 from megarl.preflight.hub_inputs import evaluation_inputs, fetch_inputs
 from megarl.preflight.survey import check_without_weights, prepare_evaluation
 from megarl.recipe import Recipe
-from megarl.recipe.judge import JUDGE
 from megarl.recipe.paths import with_absolute_paths
 from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.judge.service import with_judge
@@ -41,11 +40,10 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
     for notice in [*fetched.notices, *environment_notices(recipe, platform, training=False)]:
         print(notice, file=sys.stderr)
     assert prepared.evaluation is not None
-    judge = [section for section in fixed_models(recipe) if section == JUDGE]  # an evaluation needs no teacher
-    demand = Demand.of(recipe, trainers=False, engines=True, fixed=judge)
+    demand = Demand.of(recipe, trainers=False, engines=True, fixed=fixed_models(recipe, training=False))
     with connected(recipe, platform, demand) as cluster:
         sources, limit = prepared.data_sources, recipe.rollout.start_timeout
-        engines = start_engines(recipe, sources, platform, cluster, traces=None, load_weights=True)
+        engines = start_engines(recipe, sources, platform, cluster, traces=None, updated=False)
         judges = start_judge(recipe, platform, cluster)
         loading = [*(judge.start() for judge in judges), *load_engines(recipe.rollout, engines)]
         wait_for_start([*judges, *engines], loading, doing="load", limit=limit)

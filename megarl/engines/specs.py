@@ -7,16 +7,18 @@ import zlib
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.engines.base import AdapterSpec, EngineSpec, engine_name
 from megarl.recipe.derived.at_update import update_rule
+from megarl.recipe.derived.lengths import longest_sample, longest_scored_sample
 from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.derived.weight_sync_route import wants_adapters
 from megarl.recipe.judge import JUDGE
 from megarl.recipe.schema import Recipe
 
 
-def policy_spec(recipe: Recipe, name: str, *, load_weights: bool) -> EngineSpec:
-    """Return the spec of a policy engine. `load_weights`: load `model.path` and never update it (evaluation)."""
+def policy_spec(recipe: Recipe, name: str, *, updated: bool) -> EngineSpec:
+    """Return the spec of a policy engine. `updated`: weight syncs bring its weights; False: it keeps those of `model.path`
+    (evaluation)."""
     rollout = recipe.rollout
-    adapters = AdapterSpec(recipe.lora.rank, tuple(recipe.lora.targets)) if wants_adapters(recipe) else None
+    adapters = AdapterSpec(recipe.lora.rank, tuple(recipe.lora.targets)) if updated and wants_adapters(recipe) else None
     return EngineSpec(
         name=name,
         model_path=recipe.model.path,
@@ -29,40 +31,46 @@ def policy_spec(recipe: Recipe, name: str, *, load_weights: bool) -> EngineSpec:
         seeded=samples_are_seeded(recipe),
         deterministic=recipe.train.deterministic,
         engine_args=rollout.engine_args,
-        load_weights=load_weights,
-        at_update="drain" if load_weights else update_rule(recipe),
-        refresh_after=None if load_weights else rollout.refresh_after,
-        sleep_mode=recipe.cluster.placement == "colocated" and not load_weights,
+        load_weights=not updated,
+        at_update=update_rule(recipe) if updated else "drain",
+        refresh_after=rollout.refresh_after if updated else None,
+        sleep_mode=updated and recipe.cluster.placement == "colocated",
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         fp32_head=recipe.megatron.fp32_head,
-        return_routed_experts=recipe.megatron.routing_replay == "rollout" and not load_weights,
-        adapters=None if load_weights else adapters,
+        return_routed_experts=updated and recipe.megatron.routing_replay == "rollout",
+        adapters=adapters,
     )
 
 
 def teacher_spec(recipe: Recipe, name: str) -> EngineSpec:
-    longest = longest_sample(recipe) + 1  # the engine samples one token after the sample that it scores
-    return _fixed_spec(recipe, "teacher", name, longest, prompt_top_k=teacher_top_k(recipe.algorithm))
+    top_k = teacher_top_k(recipe.algorithm)
+    return _fixed_spec(recipe, "teacher", name, longest_scored_sample(recipe), prompt_top_k=top_k)
 
 
 def judge_spec(recipe: Recipe, name: str) -> EngineSpec:
     return _fixed_spec(recipe, JUDGE, name, recipe.judge.max_prompt_length + recipe.judge.max_tokens)
 
 
-def fixed_models(recipe: Recipe) -> list[str]:
-    """Return the recipe's sections of fixed models with engines, in the order in which they claim devices."""
-    used = {"teacher": needs_teacher(recipe.algorithm), JUDGE: recipe.asks_judge}
+def fixed_models(recipe: Recipe, *, training: bool = True) -> list[str]:
+    """Return the recipe's sections of fixed models with engines, in the order in which they claim devices.
+
+    `training`: False for `megarl eval`, which needs no teacher.
+    """
+    used = {"teacher": training and needs_teacher(recipe.algorithm), JUDGE: recipe.asks_judge}
     return [section for section, is_used in used.items() if is_used]
 
 
 def first_specs(recipe: Recipe, *, training: bool) -> list[tuple[str, EngineSpec]]:
     """Return (engine name, spec of its first engine) for each model with engines in training, or in `megarl eval`."""
-    specs = [(recipe.rollout.engine, policy_spec(recipe, engine_name(0), load_weights=not training))]
-    if training and needs_teacher(recipe.algorithm):
+    specs = []
+    if recipe.train.source == "rollout":
+        specs.append((recipe.rollout.engine, policy_spec(recipe, engine_name(0), updated=training)))
+    fixed = fixed_models(recipe, training=training)
+    if "teacher" in fixed:
         specs.append((recipe.teacher.engine, teacher_spec(recipe, "teacher0")))
-    if recipe.asks_judge:
+    if JUDGE in fixed:
         specs.append((recipe.judge.engine, judge_spec(recipe, "judge0")))
     return specs
 
@@ -87,10 +95,6 @@ def _fixed_spec(recipe: Recipe, section: str, name: str, longest: int, prompt_to
 
 
 def _engine_seed(recipe: Recipe, name: str) -> int:
-    """Return the seed of an engine's generator, which differs between engines if it draws for all requests."""
+    """Return the seed of an engine's generator. With unseeded requests, each engine gets a different seed."""
     seeded, seed = samples_are_seeded(recipe), recipe.train.seed
     return seed if seeded else zlib.crc32(f"{seed}/{name}".encode())
-
-
-def longest_sample(recipe: Recipe) -> int:
-    return recipe.data.max_prompt_length + recipe.rollout.max_response_length

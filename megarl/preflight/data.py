@@ -15,10 +15,10 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.rows import check_file
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer, turn_end_notice
-from megarl.engines.specs import longest_sample
 from megarl.errors import NotHereError, RecipeError, errors_of
 from megarl.preflight.recipe.reward import remote_notices
 from megarl.recipe.data import DataConfig, files_of, training_sets
+from megarl.recipe.derived.lengths import longest_sample
 from megarl.recipe.schema import Recipe
 from megarl.rewards import ScorerSettings
 from megarl.rewards.weighted import Term, needed_columns, terms_of

@@ -21,7 +21,6 @@ from megarl.preflight.recipe.observe import check_traces
 from megarl.preflight.user_functions import try_user_functions
 from megarl.recipe.data import DataConfig
 from megarl.recipe.derived.critic_view import critic_view
-from megarl.recipe.judge import JUDGE
 from megarl.recipe.schema import Recipe
 
 
@@ -33,7 +32,7 @@ def only_evaluates(data: DataConfig) -> bool:
 def demand_of(recipe: Recipe) -> Demand:
     """Return the devices that `train` needs, or `eval` if the recipe has no training data."""
     trains, uses_rollout = not only_evaluates(recipe.data), recipe.train.source == "rollout"
-    fixed = [section for section in fixed_models(recipe) if trains or section == JUDGE]
+    fixed = fixed_models(recipe, training=trains)
     critic = trains and uses_critic(recipe.algorithm)
     return Demand.of(recipe, trainers=trains, engines=uses_rollout, critic=critic, fixed=fixed)
 
@@ -85,15 +84,12 @@ def check_device(recipe: Recipe, device: str, *, training: bool = True) -> None:
     """
     if training:
         check_traces(recipe.observe, kind_of(device))
-    if recipe.train.source == "rollout":
-        for engine, spec in first_specs(recipe, training=training):
-            arguments = engines.arguments_of(engine)
-            arguments.check_plan(spec, device)
-            only_adapters = recipe.weight_sync.adapters == "only" and spec.adapters is not None
-            if only_adapters and (reason := arguments.merged_because(spec, device)) is not None:
-                raise RecipeError(
-                    "weight_sync.adapters", reason, "set weight_sync.adapters=merged, or auto", value="only"
-                )
+    for engine, spec in first_specs(recipe, training=training):
+        arguments = engines.arguments_of(engine)
+        arguments.check_plan(spec, device)
+        only_adapters = recipe.weight_sync.adapters == "only" and spec.adapters is not None
+        if only_adapters and (reason := arguments.merged_because(spec, device)) is not None:
+            raise RecipeError("weight_sync.adapters", reason, "set weight_sync.adapters=merged, or auto", value="only")
 
 
 def route_notices(recipe: Recipe, config: dict[str, Any]) -> list[str]:

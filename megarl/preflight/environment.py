@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.algorithms.catalogue import LOSSES
+from megarl.batching.limits import group_size_notice
 from megarl.cluster import trainer_notices
 from megarl.engines.specs import first_specs
 from megarl.observe.webhook import unencrypted_notice
@@ -30,6 +31,7 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
             notice
             for notice in (
                 loss_notice(recipe.algorithm),
+                group_size_notice(recipe),
                 warmup_notice(recipe),
                 checkpoints_notice(recipe.train),
                 seeds_notice(recipe),
@@ -40,8 +42,6 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
             if notice
         ]
     for engine, spec in first_specs(recipe, training=training):
-        if training and recipe.train.source != "rollout" and spec.recipe_section == "rollout":
-            continue
         settings = engine_environment(recipe, platform, engine, spec)
         notices += settings.notices()
         notices += [f"engines have {name}={value}: {reason}" for name, value, reason in settings.computed()]

@@ -10,7 +10,6 @@ from typing import Any
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
-from megarl.engines.specs import longest_sample
 from megarl.errors import NotHereError, RecipeError, as_recipe_error, errors_of
 from megarl.hf import hub, published, weights
 from megarl.hf.adapters import adapter_faults
@@ -24,12 +23,13 @@ from megarl.preflight.engines import check_experts, check_heads
 from megarl.recipe.data import DataConfig
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.critic_view import critic_view
+from megarl.recipe.derived.lengths import longest_sample, longest_scored_sample
 from megarl.recipe.header import shape_of
 from megarl.recipe.schema import Recipe
 from megarl.recipe.trainers import LoraConfig, ModelConfig
 
 Config = dict[str, Any]
-POLICY, CRITIC, TEACHER, JUDGE = "model.path", "critic.model_path", "teacher.path", "judge.path"
+POLICY, CRITIC, TEACHER, JUDGE_PATH = "model.path", "critic.model_path", "teacher.path", "judge.path"
 _MAKE_DATA = "megarl data quickstart --out data/quickstart"
 _REMEDIES = {  # for a missing model directory, by the last parts of its path
     "data/quickstart/model": f"run `{_MAKE_DATA}` to make it",
@@ -46,7 +46,7 @@ def models_of(recipe: Recipe) -> dict[str, str]:
     if needs_teacher(recipe.algorithm):
         directories[TEACHER] = str(recipe.teacher.path)
     if recipe.asks_judge:
-        directories[JUDGE] = str(recipe.judge.path)
+        directories[JUDGE_PATH] = str(recipe.judge.path)
     return directories
 
 
@@ -237,7 +237,7 @@ def check_teacher(recipe: Recipe, config: Config) -> None:
         check_sizes(config)
     teacher, context = recipe.teacher, context_length(config)
     check_heads("teacher", teacher, config)
-    longest = longest_sample(recipe) + 1  # an engine must sample at least one token after the sample that it reads
+    longest = longest_scored_sample(recipe)
     if context is not None and longest > context and "hf_overrides" not in teacher.engine_args:
         raise RecipeError(
             TEACHER,

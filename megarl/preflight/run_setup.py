@@ -40,7 +40,7 @@ def prepare_run(recipe: Recipe) -> RunSetup:
     """Check `recipe`, read data and models, and open the run's directory. Raises RecipeError or InputError."""
     recipe = with_absolute_paths(recipe)
     fetched = fetch_inputs(recipe, training_inputs(recipe), check_without_weights)
-    recipe = fetched.recipe
+    recipe, commits = fetched.recipe, fetched.commits
     prepared = prepare_training(recipe)
     recipe, length = with_steps(recipe, prepared.rows_of_sets)
     prepared.notices[:0] = fetched.notices + length
@@ -51,4 +51,4 @@ def prepare_run(recipe: Recipe) -> RunSetup:
     identity = identity_of(recipe, prepared.model, prepared.critic_model, prepared.rows_of_sets)
     identity[CONTENTS] = data_digest(recipe.data)
     place = open_run_directory(recipe, identity)
-    return RunSetup(recipe, prepared, platform, place, open_tape(recipe, place), fetched.commits)
+    return RunSetup(recipe, prepared, platform, place, open_tape(recipe, place), commits)

@@ -20,7 +20,7 @@ from megarl.preflight.data import Prepared, check_rewards, file_errors, prepare_
 from megarl.preflight.engines_and_devices import route_notices
 from megarl.preflight.findings import Survey
 from megarl.preflight.judge import check_judge
-from megarl.preflight.models import CRITIC, JUDGE, POLICY
+from megarl.preflight.models import CRITIC, JUDGE_PATH, POLICY
 from megarl.recipe.data import MixedSet, files_of
 from megarl.rewards.weighted import needed_columns
 
@@ -56,8 +56,8 @@ def check_scorers(survey: Survey) -> None:
     with survey.part("reward"):
         prepare_rewards(recipe, prepared)
     if recipe.asks_judge:
-        with survey.part(JUDGE):
-            check_judge(recipe, survey.configs[JUDGE], prepared.prompt_sets)
+        with survey.part(JUDGE_PATH):
+            check_judge(recipe, survey.configs[JUDGE_PATH], prepared.prompt_sets)
     if survey.available.training:
         with survey.part("weight_sync.route"):
             prepared.notices += route_notices(recipe, prepared.model)
@@ -115,8 +115,8 @@ def _read_sample(survey: Survey, tokenizer: Tokenizer, files: Mapping[str, list[
     _report_lengths(survey, prepared)
     for notice in prepared.notices:
         survey.notice(notice)
-    if JUDGE in survey.configs and prepared.prompt_sets and Path(str(recipe.judge.path)).is_dir():
-        check_judge(recipe, survey.configs[JUDGE], prepared.prompt_sets)
+    if JUDGE_PATH in survey.configs and prepared.prompt_sets and Path(str(recipe.judge.path)).is_dir():
+        check_judge(recipe, survey.configs[JUDGE_PATH], prepared.prompt_sets)
 
 
 def _report_lengths(survey: Survey, prepared: Prepared) -> None:

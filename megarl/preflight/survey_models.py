@@ -13,7 +13,7 @@ from megarl.preflight.findings import Survey
 from megarl.preflight.judge import check_judge_model
 from megarl.preflight.models import (
     CRITIC,
-    JUDGE,
+    JUDGE_PATH,
     POLICY,
     TEACHER,
     Config,
@@ -35,7 +35,7 @@ from megarl.preflight.recipe.critic import ONE_LAYOUT
 def check_configs(survey: Survey) -> None:
     """Read each model's config.json and check settings against it."""
     for key, directory in models_of(survey.recipe).items():
-        if survey.available.training or key in (POLICY, JUDGE):
+        if survey.available.training or key in (POLICY, JUDGE_PATH):
             with survey.part(key, needed=key in (POLICY, CRITIC)):
                 survey.configs[key] = _config_of(survey, key, directory)
     _check_settings_against(survey)
@@ -80,9 +80,9 @@ def _check_settings_against(survey: Survey) -> None:
     if TEACHER in survey.configs:
         with survey.part(TEACHER):
             check_teacher(recipe, survey.configs[TEACHER])
-    if JUDGE in survey.configs:
-        with survey.part(JUDGE):
-            check_judge_model(recipe.judge, survey.configs[JUDGE])
+    if JUDGE_PATH in survey.configs:
+        with survey.part(JUDGE_PATH):
+            check_judge_model(recipe.judge, survey.configs[JUDGE_PATH])
 
 
 def _check_policy_files(survey: Survey) -> None:
@@ -119,7 +119,7 @@ def _check_other_files(survey: Survey, key: str) -> None:
         read_weights_config(directory, key)
         if key == TEACHER and survey.tokenizer is not None:
             check_teacher_tokens(survey.recipe, survey.tokenizer, survey.configs[key])
-        elif key == JUDGE:
+        elif key == JUDGE_PATH:
             load_tokenizer(directory)
 
 

@@ -160,7 +160,7 @@ class ActorConfig:
     )
     max_tokens_per_micro_batch: int = key(
         16384,
-        "Tokens per device in a forward pass. Sequences are packed up to this number; a longer sequence is a separate micro batch. With context parallel, CP devices share CP times as many tokens.",
+        "Tokens per device in a forward pass. Sequences are packed up to this number; a longer sequence is a separate micro batch, and so is a longer group if `algorithm.loss` compares the samples of a group. With context parallel, CP devices share CP times as many tokens.",
         at_least=1,
     )
     optimizer: OptimizerConfig = key(OptimizerConfig, "")

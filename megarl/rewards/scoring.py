@@ -16,7 +16,7 @@ from megarl.rewards import RewardError, Score, Scorer, ScoreRequest, ScorerSetti
 from megarl.rewards.weighted import Term, combine
 from megarl.subprocess_pool import job
 from megarl.subprocess_pool.pool import ProcessPool
-from megarl.types import SampleFailure
+from megarl.types import TOO_SLOW, SampleFailure
 
 FINDER = f"{__name__}:scorer_job"
 ATTEMPTS = 3  # of a sample for which a service cannot score, while it scores others
@@ -168,7 +168,7 @@ def _outcome(scorer: Scorer, request: ScoreRequest, result: job.Outcome) -> Outc
     if isinstance(result, job.Answered):
         return result.value, result.retries
     if result.kind == "timeout" and scorer.slow_is_wrong:
-        return Score(0.0, {"accuracy": 0.0, "too_slow": 1.0}, reason=result.cause), 0
+        return Score(0.0, {"accuracy": 0.0, TOO_SLOW: 1.0}, reason=result.cause), 0
     failure = SampleFailure(f"scorer {scorer.name!r}", request.uid, result.kind, result.cause, result.attempts)
     return failure, result.attempts - 1
 

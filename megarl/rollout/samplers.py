@@ -97,7 +97,7 @@ def start_fleet(
         if engine < len(fleet.engines) and engine not in released:
             restart_engine(recipe, sources, platform, cluster, fleet.engines[engine])
             return
-        spec = policy_spec(recipe, engine_name(engine), load_weights=False)
+        spec = policy_spec(recipe, engine_name(engine), updated=True)
         service = start_engine(recipe, spec, sources, platform, cluster, additional=True)
         released.discard(engine)
         if engine < len(fleet.engines):

@@ -37,19 +37,19 @@ def start_engines(
     cluster: Cluster,
     *,
     traces: Path | None,
-    load_weights: bool,
+    updated: bool,
     tape: RunTape | None = None,
 ) -> list[EngineHandle]:
     """Start the policy's engines; they load in the background.
 
     sources: data sources of the rows that the engines score.
     traces: folder for the traces of `observe.profile_engines`; None: no traces.
-    load_weights: read the weights of `model.path`; otherwise the first weight sync loads them.
+    updated: the first weight sync brings the weights; False: the engines read those of `model.path`.
     tape: the run's tape; None: no tape.
     """
     engines = []
     for number in range(recipe.rollout.engines):
-        spec = policy_spec(recipe, engine_name(number), load_weights=load_weights)
+        spec = policy_spec(recipe, engine_name(number), updated=updated)
         if traces is not None and number in recipe.observe.profile_engines:
             spec = replace(spec, traces=EngineTraces(str(traces / spec.name), trace_options(recipe.observe)))
         if tape is not None:
@@ -61,7 +61,7 @@ def start_engines(
 def restart_engine(recipe: Recipe, sources: list[str], platform: Any, cluster: Cluster, engine: EngineHandle) -> None:
     """Start a new process of a policy's engine on the devices of the old one, which is ended. It gets its weights from a weight
     sync, and has neither a tape nor traces."""
-    spec = policy_spec(recipe, engine.name, load_weights=False)
+    spec = policy_spec(recipe, engine.name, updated=True)
     engine.service = start_engine(recipe, spec, sources, platform, cluster, replaces=engine.service)
 
 

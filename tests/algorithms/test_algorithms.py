@@ -12,7 +12,7 @@ from megarl.algorithms.aggregation import aggregate
 from megarl.algorithms.catalogue import AGGREGATIONS, KL_ESTIMATORS
 from megarl.algorithms.kl import KLWeight
 from megarl.algorithms.objective import kl_to_reference, objective, runs_old_log_prob_pass
-from megarl.algorithms.shaping import counts_in_loss, group_numbers, has_spread, overlong_penalty
+from megarl.algorithms.shaping import counts_in_loss, group_numbers, has_spread, overlong_penalty, reward_part
 from megarl.types import Group, InlineData, Sample
 from tests.support.loss_cases import inputs, random_inputs, settings
 
@@ -185,6 +185,20 @@ class TestShaping:
         assert not has_spread([sample(0.9, accuracy=1.0), sample(1.0, accuracy=1.0)], "accuracy")
         with pytest.raises(ValueError, match="parts: accuracy"):
             has_spread([sample(0.9, accuracy=1.0)], "acc")
+
+    def test_a_part_that_a_slow_scorer_does_not_report_is_0(self) -> None:
+        slow, right = sample(0.0, accuracy=0.0, too_slow=1.0), sample(1.0, accuracy=1.0, format=1.0)
+        assert has_spread([right, slow], "format") and not has_spread([slow, slow], "format")
+        # Of several scorers only `geometry3k` was slow.
+        labelled = sample(0.2, **{"brief": 1.0, "geometry3k": 0.0, "geometry3k/too_slow": 1.0})
+        assert reward_part(labelled, "geometry3k/format", "key") == 0 and reward_part(labelled, "brief", "key") == 1
+        for name in ("brief/words", "format"):
+            with pytest.raises(ValueError, match=f"key names '{name}', which the reward does not report"):
+                reward_part(labelled, name, "key")
+
+    def test_a_scorer_that_omits_a_part_is_an_error(self) -> None:
+        with pytest.raises(ValueError, match=r"metric names 'format'.* Its parts: accuracy\. .* for every response"):
+            has_spread([sample(1.0, accuracy=1.0, format=1.0), sample(0.0, accuracy=0.0)], "format")
 
     def test_overlong_penalty_grows_over_the_buffer_and_no_further(self) -> None:
         # max 10, buffer 4, factor 2: 6 costs nothing, each further token 1/2, and lengths above 10 cost 2.

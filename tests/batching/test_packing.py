@@ -226,7 +226,7 @@ def test_gdpo_reads_the_parts_of_the_rewards() -> None:
     for group in batch:
         for index, sample in enumerate(group.samples):
             sample.reward_parts = {"accuracy": sample.reward, "style": float(index)}
-    del batch[1].samples[0].reward_parts["style"]  # as a response that took too long to score: it counts as 0
+    batch[1].samples[0].reward_parts = {"accuracy": 0.0, "too_slow": 1.0}
     config = recipe(advantage="gdpo", reward_parts={"accuracy": 1.0, "style": 2.0})
     plan = plan_step(batch, config, data_parallel=1, micro_batches_multiple_of=1)
     assert plan.outcomes.parts["style"].tolist() == [0, 1, 0, 1]
@@ -237,6 +237,17 @@ def test_gdpo_reads_the_parts_of_the_rewards() -> None:
         ValueError, match=r"names 'acuracy', which the reward does not report\. Its parts: accuracy, style"
     ):
         plan_step(batch, config, data_parallel=1, micro_batches_multiple_of=1)
+
+
+def test_gdpo_continues_if_the_scorer_was_too_slow_for_a_whole_batch() -> None:
+    batch = groups([(4, 0.0), (6, 0.0)])
+    for sample in batch[0].samples:
+        sample.reward_parts = {"accuracy": 0.0, "too_slow": 1.0}
+    config = recipe(advantage="gdpo", reward_parts={"accuracy": 1.0, "style": 2.0})
+    assert plan_step(batch, config, 1, 1).outcomes.parts["style"].tolist() == [0, 0]
+    del batch[0].samples[1].reward_parts["too_slow"]
+    with pytest.raises(ValueError, match=r"algorithm\.reward_parts names 'style'"):
+        plan_step(batch, config, 1, 1)
 
 
 def test_a_filler_has_loss_weight_zero() -> None:
@@ -268,6 +279,16 @@ def test_the_plan_reports_flops_share_and_imbalance() -> None:
     # Mini batch 1 has a sample and an equally large filler; mini batch 2 has 64 and 32, and 48 would be even.
     assert plan.metrics["perf/micro_batch_imbalance"] == pytest.approx(64 / 48)
     assert plan_step(batch, config, 1, 2).flops == 0
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_group_above_the_limit_counts_as_the_limit_in_the_share(packing: bool) -> None:
+    batch = groups([(9, 1.0), (9, 0.0)], [(4, 1.0), (3, 0.0)])  # lengths 12 + 12, and 7 + 6
+    config = recipe(loss="dpo", aggregation="seq_mean_token_mean")
+    config.actor.mini_batches, config.actor.max_tokens_per_micro_batch = 1, 16
+    config.megatron.packing = packing
+    metrics = plan_step(batch, config, data_parallel=1, micro_batches_multiple_of=1).metrics
+    assert metrics["perf/micro_batch_share"] == pytest.approx((16 + 13) / (2 * 16))
 
 
 def test_context_parallel_devices_share_a_micro_batch() -> None:

@@ -183,7 +183,7 @@ def metrics_in_the_code() -> set[str]:
                 names.update(name for name in full if re.fullmatch(rf"{areas}/[\w@<>/]*[\w>]", name))
             if isinstance(node, ast.Call) and node.args and (name := text_of(node.args[0])):
                 called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                if called == "spread" or (called == "metrics" and "/" in name):
+                if called == "mean_max_min" or (called == "metrics" and "/" in name):
                     stems.add(name)
                 elif called == "phase":
                     names.add(f"timing_s/{name}")

@@ -30,10 +30,10 @@ def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, request: str) -> No
 def test_the_rule_of_the_recipe_is_that_of_its_engines() -> None:
     recipe = Recipe()
     recipe.model.path, recipe.cluster.placement, recipe.rollout.max_staleness = "model", "disaggregated", 1
-    assert policy_spec(recipe, "e0", load_weights=False).at_update == "refresh"
+    assert policy_spec(recipe, "e0", updated=True).at_update == "refresh"
     recipe.rollout.at_update = "keep"
-    assert policy_spec(recipe, "e0", load_weights=False).at_update == "keep"
-    assert policy_spec(recipe, "e0", load_weights=True).at_update == "drain", "never updated"
+    assert policy_spec(recipe, "e0", updated=True).at_update == "keep"
+    assert policy_spec(recipe, "e0", updated=False).at_update == "drain", "never updated"
 
 
 @pytest.mark.parametrize(

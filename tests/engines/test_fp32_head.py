@@ -107,8 +107,8 @@ class TestRecipe:
     def test_the_policy_has_it_and_the_teacher_does_not(self) -> None:
         overrides = ["megatron.fp32_head=true", "teacher.path=t", *BFLOAT16]
         recipe = load_recipe(ROOT / "recipes" / "tiny" / "gkd.yaml", overrides)
-        assert policy_spec(recipe, "engine0", load_weights=False).fp32_head
-        assert policy_spec(recipe, "engine0", load_weights=True).fp32_head, "megarl eval"
+        assert policy_spec(recipe, "engine0", updated=True).fp32_head
+        assert policy_spec(recipe, "engine0", updated=False).fp32_head, "megarl eval"
         assert not teacher_spec(recipe, "teacher0").fp32_head
 
     def test_a_model_in_float32_is_refused(self) -> None:

@@ -148,7 +148,7 @@ class TestInARecipe:
             recipe = with_absolute_paths(self.recipe(quickstart_data, "org/adapter"))
             inputs = fetch_inputs(recipe, training_inputs(recipe))
             recipe, (notice, _) = inputs.recipe, inputs.notices
-            assert notice == f"lora.path: org/adapter of the hub, at commit {commit[:12]}"
+            assert notice == f"lora.path: org/adapter from the hub, at commit {commit[:12]}"
             assert not survey(recipe).errors
             assert f"path: hf://org/adapter@{commit}" in to_yaml(recipe)
             assert "training_args.bin" not in server.downloads()

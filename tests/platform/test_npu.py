@@ -247,7 +247,7 @@ def test_engine_specs_name_their_device() -> None:
 
     specs: list[Any] = []
     cluster = SimpleNamespace(start_service=lambda server, args, **_: specs.append(args[1]))
-    start_engines(Recipe(), [], CPUPlatform(), cluster, traces=None, load_weights=True)  # type: ignore[arg-type]
+    start_engines(Recipe(), [], CPUPlatform(), cluster, traces=None, updated=False)  # type: ignore[arg-type]
     assert [spec.device for spec in specs] == ["cpu"]
 
 
@@ -263,7 +263,7 @@ def test_processes_start_in_their_roles_environment(monkeypatch: pytest.MonkeyPa
     recipe = Recipe()
     recipe.train.deterministic = True
     cluster.connect(recipe, NPUPlatform())
-    trainer, spec = received["trainer_env"], policy_spec(recipe, "engine0", load_weights=True)
+    trainer, spec = received["trainer_env"], policy_spec(recipe, "engine0", updated=False)
     engine = engine_environment(recipe, NPUPlatform(), "vllm", spec).environment()
     assert (trainer["HCCL_EXEC_TIMEOUT"], engine["HCCL_EXEC_TIMEOUT"]) == ("77", "77")
     assert trainer["HCCL_DETERMINISTIC"] == "true" and engine["HCCL_DETERMINISTIC"] == "strict"

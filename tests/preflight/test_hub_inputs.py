@@ -75,10 +75,10 @@ def test_a_recipe_of_the_hub_is_prepared_like_one_of_folders(server: FakeHub, ho
     recipe, notices = fetched(recipe_of())
     model, words = (server.repositories[name].refs["main"] for name in ("models/org/tiny", "datasets/org/words"))
     assert notices == [
-        f"model.path: org/tiny of the hub, at commit {model[:12]}",
-        f"data.train_files: org/words of the hub, at commit {words[:12]}",
-        f"data.eval_files: org/words of the hub, at commit {words[:12]}",
-        "models of the hub: each node reads them from its own cache (HF_HOME), and downloads missing files",
+        f"model.path: org/tiny from the hub, at commit {model[:12]}",
+        f"data.train_files: org/words from the hub, at commit {words[:12]}",
+        f"data.eval_files: org/words from the hub, at commit {words[:12]}",
+        "models from the hub: each node reads them from its own cache (HF_HOME), and downloads missing files",
     ]
     prepared = prepare_training(recipe)
     assert prepared.prompts is not None and prepared.evaluation is not None and len(prepared.prompts) > 100
@@ -152,6 +152,48 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
             fetched(recipe_of("name=first", "train.resume=auto"))
 
 
+def test_an_unreadable_record_is_named(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started(recipe_of("name=first"), tmp_path)
+    resumed, read_text = recipe_of("name=first", "train.resume=auto"), Path.read_text
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> str:
+        if path.name == "hub.json":
+            raise PermissionError(13, "Permission denied")
+        return read_text(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", refuse)  # a test that runs as root can read any file
+    with pytest.raises(ValueError, match=r"runs/first/hub\.json cannot be read \(Permission denied\), so the commits"):
+        fetched(resumed)
+
+
+def test_a_record_that_no_name_needs_is_not_read(server: FakeHub, tmp_path: Path) -> None:
+    first = started(recipe_of("name=first"), tmp_path)
+    (tmp_path / "resolved.yaml").write_text(to_yaml(first))
+    (tmp_path / "runs/first/hub.json").write_text("damaged")
+    pinned = with_absolute_paths(load_recipe(tmp_path / "resolved.yaml", ["train.resume=auto"]))
+    inputs = fetch_inputs(pinned, ["model.path", "model.tokenizer"])  # as `megarl export`
+    assert inputs.recipe.model == first.model
+    with pytest.raises(ValueError, match="is damaged"):  # a training records them again, with their earlier names
+        _ = inputs.commits
+
+
+def test_rows_of_one_setting_at_two_commits_are_refused(server: FakeHub, tmp_path: Path) -> None:
+    """Of two splits, only one is among the files that the hub has converted: a run records one commit."""
+    extra = {"default/extra/0000.parquet": b"rows"}
+    converted = server.dataset("org/words").commit(extra, "refs/convert/parquet")
+    main = server.repositories["datasets/org/words"].refs["main"]
+    with pytest.raises(RecipeError) as caught:
+        fetched(recipe_of(f"data.train_files=[{TRAIN}, hf://org/words/extra]"))
+    text = str(caught.value)
+    assert f"its rows are at commit {converted[:12]}, and other rows of hf://org/words at {main[:12]}" in text
+    named = "hf://org/words@refs/convert/parquet/extra"
+    assert named in text
+    local = started(recipe_of("name=first", f"data.train_files=[{TRAIN}, {named}]"), tmp_path)
+    server.dataset("org/words").commit(extra | {"README.md": b""}, "refs/convert/parquet")
+    again = fetched(recipe_of("name=first", "train.resume=auto", f"data.train_files=[{TRAIN}, {named}]"))[0]
+    assert again.data == local.data and len(local.data.train_files) == 2
+
+
 def test_a_branch_that_moves_during_the_checks(server: FakeHub) -> None:
     model = server.repositories["models/org/tiny"]
     first = model.refs["main"]
@@ -207,7 +249,7 @@ def test_engines_and_tokenizers_of_another_node(
     assert load_tokenizer(recipe.model.path).directory.is_relative_to(tmp_path / "node 2")
     assert "model.safetensors" not in server.downloads()
     monkeypatch.setitem(engines._ENGINES, "vllm", "copy:copy")  # in place of an engine that loads
-    spec: Any = engines.create("vllm", policy_spec(recipe, "engine0", load_weights=True))
+    spec: Any = engines.create("vllm", policy_spec(recipe, "engine0", updated=False))
     assert (Path(spec.model_path) / "model.safetensors").is_file()
     assert Path(spec.model_path).is_relative_to(tmp_path / "node 2")
 

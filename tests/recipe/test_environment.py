@@ -159,7 +159,7 @@ def test_processes_start_with_the_recipes_variables(monkeypatch: pytest.MonkeyPa
     recipe = of("all.FROM_SHELL=recipe", "trainers.ONE=1", "engines.TWO=2")
     cluster.connect(recipe, NPUPlatform())
     assert (roles["trainer_env"]["ONE"], roles["trainer_env"]["FROM_SHELL"]) == ("1", "shell")
-    spec = policy_spec(recipe, "engine0", load_weights=True)
+    spec = policy_spec(recipe, "engine0", updated=False)
     engine = engine_environment(recipe, NPUPlatform(), "vllm", spec).environment()
     assert (engine["TWO"], engine["FROM_SHELL"]) == ("2", "shell") and "TWO" not in roles["trainer_env"]
     notices = environment_notices(recipe, NPUPlatform())
@@ -172,7 +172,7 @@ def test_processes_start_with_the_recipes_variables(monkeypatch: pytest.MonkeyPa
 
 
 def spec_of(**changes: Any) -> EngineSpec:
-    return replace(policy_spec(load_recipe(DEEPSEEK, []), "engine0", load_weights=False), **changes)
+    return replace(policy_spec(load_recipe(DEEPSEEK, []), "engine0", updated=True), **changes)
 
 
 def test_the_dispatch_of_deepseek_v3_by_hand() -> None:

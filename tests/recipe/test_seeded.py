@@ -119,9 +119,7 @@ def test_a_judge_without_a_run_seed_sends_no_seeds(monkeypatch) -> None:
 def test_engines_without_seeds_draw_different_numbers() -> None:
     """Equal generators in all engines would give siblings of a prompt, and a rerun of it elsewhere, the same noise."""
     recipe = recipe_of("cpu", False)
-    seeds = {policy_spec(recipe, f"engine{number}", load_weights=False).seed for number in range(8)}
+    seeds = {policy_spec(recipe, f"engine{number}", updated=True).seed for number in range(8)}
     assert len(seeds) == 8 and all(0 <= seed < 2**32 for seed in seeds)
     recipe.rollout.seeded = True
-    assert {policy_spec(recipe, f"engine{number}", load_weights=False).seed for number in range(8)} == {
-        recipe.train.seed
-    }
+    assert {policy_spec(recipe, f"engine{number}", updated=True).seed for number in range(8)} == {recipe.train.seed}

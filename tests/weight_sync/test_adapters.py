@@ -79,12 +79,12 @@ def test_vllms_lora_arguments_are_refused_in_recipes() -> None:
 
 def test_adapters_of_an_engine_follow_the_recipe() -> None:
     recipe = Recipe()
-    assert policy_spec(recipe, "e0", load_weights=False).adapters is None
+    assert policy_spec(recipe, "e0", updated=True).adapters is None
     recipe.lora.rank, recipe.lora.targets = 8, ["o_proj"]
-    assert policy_spec(recipe, "e0", load_weights=False).adapters == AdapterSpec(8, ("o_proj",))
-    assert policy_spec(recipe, "e0", load_weights=True).adapters is None, "no update brings any"
+    assert policy_spec(recipe, "e0", updated=True).adapters == AdapterSpec(8, ("o_proj",))
+    assert policy_spec(recipe, "e0", updated=False).adapters is None, "no update brings any"
     recipe.weight_sync.adapters = "merged"
-    assert policy_spec(recipe, "e0", load_weights=False).adapters is None
+    assert policy_spec(recipe, "e0", updated=True).adapters is None
 
 
 @pytest.mark.parametrize("choice", ["only", "merged"])

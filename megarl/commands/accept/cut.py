@@ -17,10 +17,11 @@ from megarl.commands.rehearse.changes import Changes
 from megarl.commands.rehearse.data import write_data
 from megarl.commands.rehearse.layout import layers_for, with_sizes
 from megarl.commands.rehearse.settings import shrink_settings
-from megarl.engines.specs import fixed_models, longest_sample
+from megarl.engines.specs import fixed_models
 from megarl.hf.config import number_of_experts, text_fields, with_experts, with_layers
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import read_hf_config
+from megarl.recipe.derived.lengths import longest_sample
 from megarl.recipe.hub_inputs import with_cached_inputs
 from megarl.recipe.load import to_yaml
 from megarl.recipe.paths import with_absolute_paths

@@ -38,8 +38,8 @@ _WHOLE = 27.0
 slow counts stay slow."""
 
 ASSUMED = (
-    "All micro batches are full (actor.max_tokens_per_micro_batch, or one sequence of the longest length), and they fill the "
-    "pipeline.",
+    "All micro batches are full (actor.max_tokens_per_micro_batch, or one sequence of the longest length, or one group of these "
+    "if the loss compares its samples), and they fill the pipeline.",
     "Layers, attention and Adam are megarl's, on torch's kernels; fused kernels of a device's libraries keep less.",
     "Not counted: workspace of kernels and fragmentation of the allocator.",
 )
@@ -186,7 +186,7 @@ def _adapters(
 ) -> tuple[Links, list[str]]:
     """Return the bytes of adapter updates with notes, or of merged weights with the reason for merging."""
     kind = device.kind if device is not None and recipe.cluster.device == "auto" else recipe.cluster.device
-    spec, whole = policy_spec(recipe, engine_name(0), load_weights=False), full_links(recipe, model, per_node)
+    spec, whole = policy_spec(recipe, engine_name(0), updated=True), full_links(recipe, model, per_node)
     reason = arguments_of(recipe.rollout.engine).merged_because(spec, kind, model)
     if reason is not None:
         return whole, [

@@ -29,9 +29,9 @@ from megarl.observe.report.page import write_html
 from megarl.platform.device_table import Device
 from megarl.preflight.findings import Survey
 from megarl.preflight.load import load_recipe
-from megarl.preflight.models import CRITIC, JUDGE, POLICY, TEACHER
+from megarl.preflight.models import CRITIC, JUDGE_PATH, POLICY, TEACHER
 
-_SECTIONS = {POLICY: "rollout", CRITIC: "critic", TEACHER: "teacher", JUDGE: "judge"}
+_SECTIONS = {POLICY: "rollout", CRITIC: "critic", TEACHER: "teacher", JUDGE_PATH: "judge"}
 
 
 def plan(path: Path, overrides: Sequence[str], options: PlanOptions, model: str | None = None) -> int:

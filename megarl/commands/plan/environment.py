@@ -43,12 +43,11 @@ def environment_of(
     inherited = {buffer: buffer_size} if buffer_size.isdecimal() else {}
     settings = [trainer_settings(recipe, platform)]
     for engine, spec in first_specs(recipe, training=True):
-        if spec.recipe_section != "rollout" or recipe.train.source == "rollout":
-            config = models.get(spec.recipe_section)
-            defaults = platform.engines_env(recipe.train.deterministic)
-            settings.append(
-                engine_settings(engine, spec, defaults, kind, variables(recipe.cluster.environment, "engines"), config)
-            )
+        config = models.get(spec.recipe_section)
+        defaults = platform.engines_env(recipe.train.deterministic)
+        settings.append(
+            engine_settings(engine, spec, defaults, kind, variables(recipe.cluster.environment, "engines"), config)
+        )
     return list(dict.fromkeys(variable for role in settings for variable in _of_role(role, inherited)))
 
 

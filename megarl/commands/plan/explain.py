@@ -114,7 +114,7 @@ def _needed_slices(recipe: Recipe, held: Sequence[SliceTable], directory: Path, 
     alone. If the last rank contradicts that, all ranks are built.
     """
     rollout = recipe.rollout
-    spec = policy_spec(recipe, engine_name(0), load_weights=False)
+    spec = policy_spec(recipe, engine_name(0), updated=True)
     spec = replace(spec, model_path=str(directory), engine_args=dict(spec.engine_args))
     whole = held_tensors(held)
     sampled = SampledLayers.of(whole)

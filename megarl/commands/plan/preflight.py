@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algorithms.advantages import uses_critic
+from megarl.batching.limits import group_size_notice
 from megarl.checkpoint.identity import identity_of
 from megarl.commands.doctor.machine import existing_path
 from megarl.commands.doctor.recipe import checkpoint_bytes, checkpoints_at_a_time
@@ -65,7 +66,8 @@ def _check_disk_space(recipe: Recipe, result: Survey) -> None:
 
 def check_run(recipe: Recipe, result: Survey) -> None:
     """Report notices of the run, and check its directory and the checkpoint to resume from."""
-    for notice in (seeds_notice(recipe), update_notice(recipe), traces_notice(recipe), *optimizer_notices(recipe)):
+    notices = group_size_notice(recipe), seeds_notice(recipe), update_notice(recipe), traces_notice(recipe)
+    for notice in (*notices, *optimizer_notices(recipe)):
         if notice:
             result.notice(notice)
     policy = result.configs.get(POLICY)

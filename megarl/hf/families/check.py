@@ -8,7 +8,7 @@ from typing import Any
 from megarl.hf.config import text_fields
 from megarl.hf.families import family_of
 from megarl.hf.families.family import Family
-from megarl.hf.families.settings import rotary_scaling
+from megarl.hf.families.settings import rotary_scaling, rotated_part
 
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _QUANTIZATION = ("quantization_config", "compression_config")
@@ -40,14 +40,14 @@ def model_faults(hf_config: dict[str, Any]) -> Iterator[str]:
 
 
 def unsupported_settings(family: Family, config: dict[str, Any]) -> list[str]:
-    """Return the settings of a configuration (from `text_fields`) that are not carried over to Megatron.
+    """Return the settings of a configuration (from `text_fields`) that the trainer does not support.
 
     Absent fields have the defaults of transformers.
     """
     activation = config.get("hidden_act") or "silu"
     scaling = rotary_scaling(config)
     scaled = scaling["rope_type"] == "yarn" and scaling.get("attention_factor") != 1.0
-    partial = (scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0
+    partial = rotated_part(config) != 1.0
     sliding = "sliding_attention" in (config.get("layer_types") or ())
     needs = scaling["rope_type"] == "yarn" and not {"factor", "original_max_position_embeddings"} <= scaling.keys()
     refusals = [

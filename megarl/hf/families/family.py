@@ -1,4 +1,4 @@
-"""A model family: how its checkpoints are stored, how Megatron builds it, and which settings of config.json it does not support. Pure."""
+"""A model family: how its checkpoints are stored, how Megatron builds it, and its unsupported config.json settings. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megarl.hf.families.rows import TableRow
 from megarl.hf.families.slices import Config, expert_stack
 
 Refusals = Iterator[tuple[bool, str]]
-"""(whether config.json has it, setting) for each setting that the trainer does not support."""
+"""(is present, description) of each config.json setting that the trainer does not support."""
 
 
 def never(config: Config, layer: int) -> bool:
-    """Return False: a dense model has no mixture of experts."""
+    """Return False: every layer is dense."""
     return False
 
 
@@ -25,9 +25,12 @@ def after_the_first(config: Config, layer: int) -> bool:
     return layer >= config.get("first_k_dense_replace", 0)
 
 
-def supports_all(config: Config) -> Refusals:
-    """Return no reason to refuse a configuration."""
+def no_refusals(config: Config) -> Refusals:
+    """Yield nothing: every setting is supported."""
     return iter(())
+
+
+_NUMBER = re.compile(r"(layers\.|\.weight(?=\d+$))(\d+)")
 
 
 @dataclass(frozen=True)
@@ -41,22 +44,22 @@ class Family:
     sparse: Callable[[Config, int], bool] = never
     """Whether a layer, counted from 0, is a mixture of experts."""
 
-    unsupported: Callable[[Config], Refusals] = supports_all
+    unsupported: Callable[[Config], Refusals] = no_refusals
     rotary: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-    """Kinds of rotary scaling (`rope_type`) that are carried over."""
+    """Kinds of rotary scaling (`rope_type`) that the trainer supports."""
 
     prefix: str = ""  # of the text model's parameters in Megatron
     ties: bool = True  # the output layer may share the embedding's weights
-    biased: bool = False  # attention_bias in config.json is part of the architecture, or carried over
+    biased: bool = False  # attention_bias in config.json is supported, or part of the architecture
     latent: bool = False  # multi-head latent attention
     wide_norms: bool = False  # norms of queries and keys over all heads together, not of each head
-    carried: tuple[str, ...] = (
-        "mtp.",
-    )  # prefixes of tensors that are not trained and exported unchanged; so are layers beyond the last
+    carried: tuple[str, ...] = ("mtp.",)
+    """Prefixes of tensors that are not trained and are exported unchanged; so are layers beyond the last."""
+
     tower: bool = False  # has a vision tower, which is trained
     delta_nets: bool = False  # gated delta nets in the layers that `layer_types` calls linear_attention
-    adapters: bool = False  # adapters are proven
-    reads_as: str = ""  # model_type that transformers reads config.json as, where it does not know the family's
+    adapters: bool = False  # LoRA is tested for this family
+    reads_as: str = ""  # model_type under which transformers loads config.json, if it lacks this one
 
     @cached_property
     def by_parameter(self) -> dict[str, TableRow]:
@@ -80,11 +83,11 @@ class Family:
         generic = _NUMBER.sub(name_number, parameter)
         row = self.by_parameter.get(generic)
         if row is None:
-            raise ValueError(f"the model's table has no row for Megatron's parameter {parameter}")
+            raise ValueError(
+                f"the table in {self.settings.__module__} has no row for Megatron's parameter {parameter}: add one "
+                "(docs/add_a_model.md)"
+            )
         return TableRow(row.kind, parameter, tuple(name.format(**numbers) for name in row.tensors))
-
-
-_NUMBER = re.compile(r"(layers\.|\.weight(?=\d+$))(\d+)")
 
 
 def sparse_layers(family: Family, config: Config) -> list[int]:

@@ -19,6 +19,11 @@ def rotary_base(config: Config) -> float:
     return rotary_scaling(config).get("rope_theta") or config.get("rope_theta") or 10000.0
 
 
+def rotated_part(config: Config) -> float:
+    """Return the part of each head that is rotated, between 0 and 1."""
+    return rotary_scaling(config).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+
+
 def mixture(config: Config) -> dict[str, Any]:
     """Return Megatron's fields that all mixtures of experts share."""
     return {

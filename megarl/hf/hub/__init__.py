@@ -16,8 +16,10 @@ from megarl.hf.hub.models import (
     weights_fault,
 )
 from megarl.hf.hub.names import PREFIX, HubError, HubName, Kind, data_name, model_name
+from megarl.hf.hub.splits import CONVERTED
 
 __all__ = [
+    "CONVERTED",
     "PREFIX",
     "HubError",
     "HubName",

@@ -43,7 +43,7 @@ class Lora:
     def attach(self, chunk: Any, *, config: Any, pre_process: bool, **_: Any) -> None:
         """Freeze a GPTModel and add adapters to its linears. mbridge calls this before it wraps the chunk in DDP."""
         chunk.requires_grad_(False)
-        names = self.bridge._weight_name_mapping_mcore_local_to_global(chunk)
+        names = self.bridge.global_names(chunk)
         adapters, of_weight = Adapters(), {}
         for path, module in chunk.named_modules():
             if path.rsplit(".", 1)[-1] not in _CUTS:
@@ -87,7 +87,7 @@ class Lora:
         weight = module.weight0 if grouped else module.weight
         rows, inputs = weight.shape
         modules = [
-            [name.removesuffix(".weight") for name in self.bridge._weight_name_mapping_mcore_to_hf(weight_name)]
+            [name.removesuffix(".weight") for name in self.bridge.row_of(weight_name).tensors]
             for weight_name in weights
         ]
         interleaved, sizes = 1, [rows // len(modules[0])] * len(modules[0])

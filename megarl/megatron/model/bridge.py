@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megarl.hf.config import text_fields
 from megarl.hf.families.family import Family, sparse_layers
 from megarl.hf.families.rows import TableRow
-from megarl.hf.families.settings import rotary_base, rotary_scaling
+from megarl.hf.families.settings import rotary_base, rotary_scaling, rotated_part
 from megarl.hf.families.sizes import head_size
 from megarl.hf.families.slices import ParameterShard, Stored, as_matrix, copy
 from megarl.megatron.model import gated_delta_net, wide_norms
@@ -27,19 +27,21 @@ from megarl.megatron.model.tensor_reader import TensorReader
 
 _EXPERTS = ".mlp.experts.linear_fc"
 
+PartialTensors = dict[str, tuple[torch.Tensor, int]]
+"""Partial expert stacks by name, and their number of missing elements."""
+
 
 class TableWeights:
     """The part of an mbridge bridge that knows names and places of weights, from a family's table.
 
-    mbridge's bridges read and gather weights in code for each model; here rows say where a parameter's elements are stored,
-    and load, export and weight sync follow.
+    mbridge's bridges read and gather weights in code for each model. Here the family's table locates each parameter in the
+    checkpoint, and load, export and weight sync follow it.
     """
 
     family: Family
     fields: dict[str, Any]  # config.json, from `text_fields`
     mpu: Any  # mbridge's ParallelStates: sizes, ranks and groups
     critic_head: TableRow | None = None  # in place of the output layer's row
-    _unfinished: dict[str, tuple[torch.Tensor, int]]  # stacks of experts, with the elements that they still lack
 
     def row_of(self, parameter: str) -> TableRow:
         """Return the row of a Megatron parameter with global numbers. Raises ValueError if the table has none."""
@@ -54,25 +56,21 @@ class TableWeights:
 
     def shard_of(self, parameter: str, weight: Any) -> ParameterShard:
         """Return this rank's part of a parameter."""
+        dim = _shard_dim(parameter, weight)
+        if dim is None:
+            return ParameterShard()
         if _EXPERTS in parameter:
-            return ParameterShard(
-                self.mpu.etp_rank, self.mpu.etp_size, int("linear_fc2" in parameter), _expert_number(parameter)
-            )
-        if getattr(weight, "tensor_model_parallel", False):
-            return ParameterShard(self.mpu.tp_rank, self.mpu.tp_size, weight.partition_dim)
-        return ParameterShard()
+            return ParameterShard(self.mpu.etp_rank, self.mpu.etp_size, dim, _expert_number(parameter))
+        return ParameterShard(self.mpu.tp_rank, self.mpu.tp_size, dim)
 
-    def stored(self, parameter: str, weight: torch.Tensor) -> list[tuple[str, Stored]]:
+    def slices_of(self, parameter: str, weight: torch.Tensor) -> list[tuple[str, Stored]]:
         """Return (checkpoint tensor, the slices of it that `weight` holds) for each of a parameter's tensors."""
         row = self.row_of(parameter)
         places = row.kind(self.fields, tuple(weight.shape), self.shard_of(parameter, weight))
         return list(zip(row.tensors, places, strict=True))
 
-    def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
-        return list(self.row_of(mcore_weights_name).tensors)
-
-    def _weight_name_mapping_mcore_local_to_global(self, model: Any, consider_ep: bool = True) -> dict[str, str]:
-        """Return the global name of each parameter of a chunk; with `consider_ep`, with global expert numbers too."""
+    def global_names(self, model: Any, *, experts: bool = True) -> dict[str, str]:
+        """Return the global name of each parameter of a chunk; with `experts`, with global expert numbers too."""
         model = unwrap_model(model)
         renamed = _layer_prefixes(model)
         names = {}
@@ -81,17 +79,17 @@ class TableWeights:
                 continue
             layer = next((prefix for prefix in renamed if name.startswith(prefix)), None)
             names[name] = renamed[layer] + name.removeprefix(layer) if layer else name
-            if consider_ep and _EXPERTS in name:
+            if experts and _EXPERTS in name:
                 names[name] = self._with_expert(names[name], self.mpu.ep_rank)
         return names
 
     def _with_expert(self, name: str, rank: int) -> str:
         """Return `name` with its local expert number replaced by the global one of expert-parallel rank `rank`."""
-        held: int = self.config.num_moe_experts // self.mpu.ep_size  # type: ignore[attr-defined]
+        experts_of_rank: int = self.config.num_moe_experts // self.mpu.ep_size  # type: ignore[attr-defined]
         prefix, number = name.rsplit(".weight", 1)
-        return f"{prefix}.weight{int(number) + rank * held}"
+        return f"{prefix}.weight{int(number) + rank * experts_of_rank}"
 
-    def load_weights(self, models: Sequence[Any], weights_path: str, memory_efficient: bool = False) -> None:
+    def load_weights(self, models: Sequence[Any], weights_path: str) -> None:
         """Read this rank's slices of a Hugging Face directory. Needs no other rank.
 
         Raises ValueError if a tensor is missing or has another shape than the model.
@@ -99,14 +97,14 @@ class TableWeights:
         # The names are read first: Megatron makes routing biases float32 when a router's state_dict is read.
         with TensorReader(Path(weights_path)) as reader, torch.no_grad():
             for model in map(unwrap_model, models):
-                names = self._weight_name_mapping_mcore_local_to_global(model)
-                for name, weight in exported(model):
+                names = self.global_names(model)
+                for name, weight in checkpoint_parameters(model):
                     self._load(reader, names[name], weight)
 
     def _load(self, reader: TensorReader, parameter: str, weight: torch.Tensor) -> None:
         loaded = torch.zeros(weight.shape, dtype=weight.dtype)  # rows that pad the vocabulary stay 0
         flat = loaded.view(-1)
-        for tensor, place in self.stored(parameter, weight):
+        for tensor, place in self.slices_of(parameter, weight):
             reader.check_shape(tensor, place.shape)
             for row, column, rows, columns, offset, stride in place.slices:
                 target = flat.as_strided((rows, columns), (stride, 1), offset)
@@ -114,37 +112,48 @@ class TableWeights:
         weight.data.copy_(loaded)
 
     def export_weights(self, models: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor of the checkpoint, on every rank. Collective: exhaust it on every rank."""
+        """Yield every tensor of the checkpoint, on every rank. Collective: exhaust it on every rank.
+
+        Raises RuntimeError if the parameters have only a part of a tensor.
+        """
         models = list(map(unwrap_model, models))
-        self._unfinished = {}
+        partial: PartialTensors = {}
         for weight, description in _over_stages(self.mpu, models, self._descriptions(models)):
-            yield from self._whole(description, weight)
+            yield from self._gather_parameter(description, weight, partial)
+        for name, (tensor, missing) in partial.items():
+            raise RuntimeError(
+                f"{name} lacks {missing} of its {tensor.numel()} elements: no parameter of the model has them, so the table of "
+                "the model's family does not fit its checkpoint (docs/add_a_model.md)"
+            )
 
     def _descriptions(self, models: Sequence[Any]) -> list[_Description]:
         descriptions = []
-        for number, model in enumerate(models):
-            names = self._weight_name_mapping_mcore_local_to_global(model, consider_ep=False)
-            # Adapters are merged when a weight is read, and a description needs none.
+        for model in models:
+            names = self.global_names(model, experts=False)
+            # Reading a weight merges its adapter: skip the merge, since descriptions need only shapes.
             unmerged = model.without_merging() if hasattr(model, "without_merging") else model
-            for name, weight in exported(unmerged):
-                sharded = bool(getattr(weight, "tensor_model_parallel", False))
-                dim = weight.partition_dim if sharded else 0
-                descriptions.append(_Description(number, names[name], tuple(weight.shape), weight.dtype, sharded, dim))
+            for name, weight in checkpoint_parameters(unmerged):
+                dim = _shard_dim(names[name], weight)
+                descriptions.append(_Description(names[name], tuple(weight.shape), weight.dtype, dim))
         return descriptions
 
-    def _whole(self, description: _Description, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def _gather_parameter(
+        self, description: _Description, weight: torch.Tensor, partial: PartialTensors
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather the shards of a parameter and yield its checkpoint tensors."""
-        name = description.name
+        name, dim = description.name, description.dim or 0
         if _EXPERTS not in name:
-            group, ranks = (self.mpu.tp_group, self.mpu.tp_size) if description.sharded else (None, 1)
-            yield from self._joined(name, _gathered(weight, group, ranks), description.dim)
+            group, ranks = (None, 1) if description.dim is None else (self.mpu.tp_group, self.mpu.tp_size)
+            yield from self._merge_shards(name, _gather(weight, group, ranks), dim, partial)
             return
-        of_expert_ranks = _gathered(weight, self.mpu.ep_group, self.mpu.ep_size)
-        for rank, held in enumerate(of_expert_ranks):
-            shards = _gathered(held, self.mpu.etp_group, self.mpu.etp_size)
-            yield from self._joined(self._with_expert(name, rank), shards, int("linear_fc2" in name))
+        for rank, of_rank in enumerate(_gather(weight, self.mpu.ep_group, self.mpu.ep_size)):
+            shards = _gather(of_rank, self.mpu.etp_group, self.mpu.etp_size)
+            yield from self._merge_shards(self._with_expert(name, rank), shards, dim, partial)
 
-    def _joined(self, parameter: str, shards: list[torch.Tensor], dim: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def _merge_shards(
+        self, parameter: str, shards: list[torch.Tensor], dim: int, partial: PartialTensors
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copy the shards of a parameter into its checkpoint tensors, and yield the complete ones. Updates `partial`."""
         row = self.row_of(parameter)
         of_shards = [
             row.kind(self.fields, tuple(shard.shape), ParameterShard(rank, len(shards), dim, _expert_number(parameter)))
@@ -154,7 +163,7 @@ class TableWeights:
             if row.kind is copy and len(shards) == 1:
                 yield tensor, shards[0]
                 continue
-            whole, missing = self._unfinished.pop(tensor, (None, 0))
+            whole, missing = partial.pop(tensor, (None, 0))
             if whole is None:
                 whole = torch.empty(places[0].shape, dtype=shards[0].dtype, device=shards[0].device)
                 missing = whole.numel()
@@ -165,8 +174,8 @@ class TableWeights:
                     part = flat.as_strided((rows, columns), (stride, 1), flat.storage_offset() + offset)
                     matrix[first : first + rows, column : column + columns] = part
                     missing -= rows * columns
-            if missing:  # a stack of experts
-                self._unfinished[tensor] = whole, missing
+            if missing:  # a stack of experts, until the last expert
+                partial[tensor] = whole, missing
             else:
                 yield tensor, whole
 
@@ -205,7 +214,7 @@ class FamilyBridge(TableWeights, LLMBridge):
             "max_sequence_length": self.fields["max_position_embeddings"],
             "position_embedding_type": "rope",
             "rotary_base": rotary_base(self.fields),
-            "rotary_percent": 1.0 if self.family.latent else self._rotated_part(),
+            "rotary_percent": 1.0 if self.family.latent else rotated_part(self.fields),
         }
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
@@ -233,8 +242,8 @@ class FamilyBridge(TableWeights, LLMBridge):
 
         The frequencies are None where Megatron's own are right.
 
-        Megatron has llama3's frequencies with fixed constants, and none of the factor. Squared, it scales the logits instead
-        (`softmax_scale`), which is the same where the whole head is rotated.
+        Megatron has llama3's frequencies with fixed constants, and does not apply the factor. We multiply `softmax_scale` by
+        its square instead, which is the same where the whole head is rotated.
         """
         kind = rotary_scaling(self.fields)["rope_type"]
         if kind == "default" or self.family.latent:
@@ -243,21 +252,22 @@ class FamilyBridge(TableWeights, LLMBridge):
             frequencies, factor = ROPE_INIT_FUNCTIONS[kind](self.hf_config, device="cpu")
         return frequencies, factor
 
-    def _rotated_part(self) -> float:
-        scaling = rotary_scaling(self.fields)
-        return scaling.get("partial_rotary_factor") or self.fields.get("partial_rotary_factor") or 1.0
-
 
 @dataclass(frozen=True)
 class _Description:
     """A parameter of one pipeline stage, as all stages need to know it."""
 
-    chunk: int
     name: str  # with global layer and local expert numbers
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sharded: bool  # over tensor-parallel ranks
-    dim: int  # of the shards
+    dim: int | None  # see `_shard_dim`
+
+
+def _shard_dim(parameter: str, weight: Any) -> int | None:
+    """Return the dimension in which tensor-parallel ranks shard a parameter; None if each rank has all of it."""
+    if _EXPERTS in parameter:
+        return int("linear_fc2" in parameter)
+    return weight.partition_dim if getattr(weight, "tensor_model_parallel", False) else None
 
 
 def _expert_number(parameter: str) -> int:
@@ -266,7 +276,7 @@ def _expert_number(parameter: str) -> int:
     return int(number) if number.isdigit() else 0
 
 
-def exported(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def checkpoint_parameters(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of an unwrapped chunk that a checkpoint stores: parameters, and routing biases (buffers)."""
     names = set()
     for name, weight in chunk.named_parameters():
@@ -295,7 +305,7 @@ def _over_stages(
     if mpu.pp_size > 1:
         of_stages = [[]] * mpu.pp_size
         dist.all_gather_object(of_stages, descriptions, group=mpu.pp_group)
-    weights = (weight for model in models for _, weight in exported(model))
+    weights = (weight for model in models for _, weight in checkpoint_parameters(model))
     for stage, of_stage in enumerate(of_stages):
         for description in of_stage:
             if stage == mpu.pp_rank:
@@ -307,7 +317,7 @@ def _over_stages(
             yield weight, description
 
 
-def _gathered(weight: torch.Tensor, group: Any, ranks: int) -> list[torch.Tensor]:
+def _gather(weight: torch.Tensor, group: Any, ranks: int) -> list[torch.Tensor]:
     if ranks == 1:
         return [weight]
     parts = [torch.empty_like(weight) for _ in range(ranks)]

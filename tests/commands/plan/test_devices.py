@@ -207,7 +207,7 @@ def spec(longest: int) -> EngineSpec:
     recipe = Recipe()
     recipe.data.max_prompt_length, recipe.rollout.max_response_length = longest // 2, longest - longest // 2
     recipe.rollout.tensor_parallel = 4
-    return policy_spec(recipe, "engine0", load_weights=False)
+    return policy_spec(recipe, "engine0", updated=True)
 
 
 def test_the_cache_is_the_rest_of_the_engines_share() -> None:

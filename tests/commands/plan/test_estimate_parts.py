@@ -73,10 +73,9 @@ def test_padding_is_computed_and_groups_stay_together() -> None:
     )
     result = micro_batches(padded, DENSE, spread, 32, 1)
     assert result.tokens * result.count > 6500
-    small, equal = recipe(actor__max_tokens_per_micro_batch=300), Lengths(0, 200, 200, "")
-    assert micro_batches(small, DENSE, equal, 8, 1, together=2) == MicroBatches(4, 400, 2 * 200 * 201 / 2)
     pairs = recipe(train__source="preferences", algorithm__loss="dpo", algorithm__advantage="none")
-    pairs.actor.max_tokens_per_micro_batch = 300
+    pairs.actor.max_tokens_per_micro_batch, equal = 300, Lengths(0, 200, 200, "")
+    assert micro_batches(pairs, DENSE, equal, 8, 1) == MicroBatches(4, 400, 2 * 200 * 201 / 2)
     result = estimate(pairs, {"rollout": QWEN}, device_named("H100"), lengths=equal)
     assert (result.micro_batches, result.tokens_per_micro_batch, result.tokens) == (32, 400, 64 * 200)
 

@@ -82,7 +82,7 @@ def test_libraries_count_in_every_phase() -> None:
 
 def test_communicators_of_an_engine_reduce_its_cache() -> None:
     run_recipe = load_recipe(RECIPES / "grpo_qwen3_8b.yaml", [])
-    spec = policy_spec(run_recipe, "engine0", load_weights=False)
+    spec = policy_spec(run_recipe, "engine0", updated=True)
     counts = EngineRank(1, GIB, 1.0, GIB, largest=1, asleep=1)
     limits = EngineLimits(tokens=1, sequences=1, share=0.5, share_key="x", covers_step=True)
     engine = Engine("rollout", "vllm", 1, spec, limits, counts)

@@ -108,6 +108,13 @@ def test_a_sequence_longer_than_a_micro_batch_is_alone() -> None:
     assert peak_workload(recipe(1000, 500, 1500, packing=False), 0).lengths == [2000]
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_group_that_a_loss_compares_is_one_micro_batch(packing: bool) -> None:
+    config = recipe(1000, 100, 300, packing=packing)
+    config.algorithm.loss, config.rollout.samples_per_prompt = "gvpo", 4
+    assert peak_workload(config, 0).lengths == [400] * 4
+
+
 def test_padding_counts_as_tokens() -> None:
     assert peak_workload(recipe(1000, 100, 300, packing=False), 0).lengths == [400, 400]
 

@@ -335,7 +335,7 @@ def _recipes_engine(
     platform, rollout = platforms.select(context.device), recipe.rollout
     args = {**rollout.engine_args, "hf_overrides": overrides, "load_format": "dummy"}
     spec = replace(
-        policy_spec(recipe, f"recipe{number}", load_weights=True),
+        policy_spec(recipe, f"recipe{number}", updated=False),
         engine_args=args, data_parallel=size, device=context.device,
         expert_parallel=size > 1 or bool(rollout.expert_parallel),
     )  # fmt: skip

@@ -43,11 +43,7 @@ class Engine:
 def engines(recipe: Recipe, models: Mapping[str, dict[str, Any]], client: RankClient) -> list[Engine]:
     """Count the engines of a recipe. `models`: section (`EngineSpec.recipe_section`) -> config.json. `client`: a client of
     `ENGINES`."""
-    uncounted = [
-        _engine(recipe, name, spec)
-        for name, spec in first_specs(recipe, training=True)
-        if spec.recipe_section != "rollout" or recipe.train.source == "rollout"
-    ]
+    uncounted = [_engine(recipe, name, spec) for name, spec in first_specs(recipe, training=True)]
     return _counted(uncounted, models, client)
 
 
@@ -71,7 +67,7 @@ def policy_engines(recipes: list[Recipe], model: dict[str, Any], deadline: float
 
 def policy_engine(recipe: Recipe) -> Engine:
     """Return the policy's engines, uncounted."""
-    return _engine(recipe, recipe.rollout.engine, policy_spec(recipe, engine_name(0), load_weights=False))
+    return _engine(recipe, recipe.rollout.engine, policy_spec(recipe, engine_name(0), updated=True))
 
 
 def _engine(recipe: Recipe, name: str, spec: EngineSpec) -> Engine:

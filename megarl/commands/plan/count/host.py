@@ -23,6 +23,7 @@ from megarl.platform.device_table import Device
 from megarl.platform.kinds import is_accelerator, kind_of
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.critic_view import critic_view
+from megarl.recipe.derived.lengths import longest_sample, samples_per_group
 from megarl.recipe.derived.offload import copies_checkpoints
 from megarl.recipe.derived.weight_sync_route import is_sharded, wants_adapters
 from megarl.recipe.schema import ClusterConfig, Recipe
@@ -202,9 +203,8 @@ def _engine(occupants: Occupants, sharing: TimeSharing) -> dict[str, int]:
 
 def _samples(recipe: Recipe) -> int:
     """Return the bytes of two steps' samples on the controller's machine, all of the longest length."""
-    each = {"rollout": recipe.rollout.samples_per_prompt, "preferences": 2, "sft": 1}[recipe.train.source]
-    longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
-    return 2 * recipe.data.prompts_per_step * each * longest * _BYTES_A_TOKEN
+    samples = recipe.data.prompts_per_step * samples_per_group(recipe)
+    return 2 * samples * longest_sample(recipe) * _BYTES_A_TOKEN
 
 
 def assumed(hosts: list[HostUse], memory: float) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megarl.batching.limits import largest_micro_batch
 from megarl.platform.kinds import is_accelerator
 from megarl.recipe.data import DataConfig
+from megarl.recipe.derived.lengths import longest_sample
 from megarl.recipe.derived.offload import offloads
 from megarl.recipe.schema import ClusterConfig, Recipe
 from megarl.recipe.trainers import MegatronConfig
@@ -23,10 +25,9 @@ def peak_workload(recipe: Recipe, stage: int) -> Workload:
     """Return a full micro batch, and as many of them as a pipeline stage ever has in flight.
 
     Sequences have the longest length, or equal lengths that fill the micro batch: attention memory does not depend on the
-    split. A sequence longer than a micro batch runs alone.
+    split. A sequence longer than a micro batch runs alone, and so does a group that must stay together.
     """
-    longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
-    tokens = max(recipe.actor.max_tokens_per_micro_batch * recipe.megatron.context_parallel, longest)
+    longest, tokens = longest_sample(recipe), largest_micro_batch(recipe)
     if recipe.megatron.packing:
         count = math.ceil(tokens / longest)
         lengths = [tokens * (i + 1) // count - tokens * i // count for i in range(count)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal
 
+from megarl.batching.limits import samples_together
 from megarl.cluster.device_map import Demand
 from megarl.engines import check_groups
 from megarl.errors import plain
@@ -21,6 +22,7 @@ from megarl.megatron.lora.targets import check_lora
 from megarl.preflight.engines import check_experts, check_heads
 from megarl.preflight.recipe.general import validate
 from megarl.preflight.recipe.shared import parallel_size_errors
+from megarl.recipe.derived.lengths import longest_sample
 from megarl.recipe.derived.offload import offloads
 from megarl.recipe.schema import Recipe
 from megarl.recipe.trainers import MegatronConfig
@@ -235,8 +237,8 @@ def _laid_out(megatron: MegatronConfig, layout: TrainerLayout) -> MegatronConfig
 
 def sizes_of_micro_batches(recipe: Recipe, layout: TrainerLayout) -> list[int]:
     """Return the micro batch sizes to try, in tokens per device: the recipe's, and one, two, four and eight sequences of
-    the longest length. Smaller ones change nothing, since a longer sequence runs alone."""
-    longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    the longest length, or as many groups that must stay together. Smaller ones change nothing, since a longer one runs alone."""
+    longest = samples_together(recipe) * longest_sample(recipe)
     part = -(-longest // layout.context_parallel)
     current = recipe.actor.max_tokens_per_micro_batch
     return sorted({*(part << doubling for doubling in range(4)), *([current] if current >= part else [])})

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from megarl.algorithms.advantages import AdvantageSource, uses_critic
-from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
+from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.objective import needs_teacher, runs_old_log_prob_pass, runs_reference_pass
 from megarl.commands.plan.count.engines import policy_engine
 from megarl.commands.plan.count.types import EngineRank, Estimate, Links, PhaseTime, RecipePlan
@@ -28,6 +28,7 @@ from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.shape import ModelShape, model_shape
 from megarl.platform.device_table import Device
 from megarl.recipe.derived.critic_view import critic_view
+from megarl.recipe.derived.lengths import samples_per_group
 from megarl.recipe.derived.weight_sync_route import is_sharded
 from megarl.recipe.schema import Recipe
 
@@ -160,12 +161,7 @@ class Step:
     @property
     def samples(self) -> int:
         """Samples that are trained on."""
-        return self.recipe.data.prompts_per_step * self._siblings
-
-    @property
-    def _siblings(self) -> int:
-        """Samples of a group."""
-        return {"rollout": self.recipe.rollout.samples_per_prompt, "preferences": 2, "sft": 1}[self.recipe.train.source]
+        return self.recipe.data.prompts_per_step * samples_per_group(self.recipe)
 
     @property
     def actor(self) -> Trainers:
@@ -188,11 +184,10 @@ class Step:
     def _batches(self, trainers: Trainers) -> MicroBatches:
         recipe, megatron, ranks = trainers.recipe, trainers.recipe.megatron, trainers.data_parallel
         each = self.samples / recipe.actor.mini_batches
-        together = self._siblings if LOSSES[recipe.algorithm.loss].whole_groups else 1
         every = megatron.pipeline_parallel if megatron.virtual_pipeline else 1
         tokens = recipe.actor.max_tokens_per_micro_batch
         key = "batches", trainers.output, ranks, megatron.context_parallel, every, tokens
-        return self._once(key, lambda: micro_batches(recipe, trainers.shape, self.lengths, each, ranks, together))
+        return self._once(key, lambda: micro_batches(recipe, trainers.shape, self.lengths, each, ranks))
 
     @cached_property
     def engines(self) -> Engines:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.batching.flops import ModelFlops
+from megarl.batching.limits import samples_together
 from megarl.batching.plan import plan_mini_batch
 from megarl.hf.shape import ModelShape
 from megarl.recipe.schema import Recipe
@@ -81,13 +82,10 @@ class MicroBatches:
 
 
 def micro_batches(
-    recipe: Recipe, shape: ModelShape, lengths: Lengths, samples: float, data_parallel: int, together: int = 1
+    recipe: Recipe, shape: ModelShape, lengths: Lengths, samples: float, data_parallel: int
 ) -> MicroBatches:
-    """Pack `samples` of a mini batch over `data_parallel` ranks, as `megarl/batching/packing.py` does.
-
-    `together`: neighbours that stay in one micro batch.
-    """
-    megatron = recipe.megatron
+    """Pack `samples` of a mini batch over `data_parallel` ranks, as `megarl/batching/packing.py` does."""
+    megatron, together = recipe.megatron, samples_together(recipe)
     per_rank = max(together, math.ceil(samples / data_parallel))
     looked_at = max(1, min(per_rank, _SAMPLES) // together) * together
     sizes = lengths.samples(looked_at)
