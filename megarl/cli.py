@@ -19,6 +19,8 @@ from megarl.commands.bundle import cli_options as replay_options
 from megarl.commands.compare.cli_command import compare_command
 from megarl.commands.data.command import app as data_app
 from megarl.commands.engines.cli_options import engines_command
+from megarl.commands.examples import add_examples
+from megarl.commands.keys import keys_command
 from megarl.commands.model.command import app as model_app
 from megarl.commands.plan import cli_options
 from megarl.commands.simulate import cli_options as simulate_options
@@ -29,9 +31,7 @@ from megarl.recipe.former_names import FormerNameWarning
 _PYTHON_FORMAT = warnings.formatwarning
 
 app = typer.Typer(
-    help="Reinforcement learning of large language models on Megatron, from a recipe in one YAML file.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
@@ -48,6 +48,25 @@ Model = Annotated[
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        from megarl.platform.installed import version_lines
+
+        typer.echo("\n".join(version_lines()))
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", help="Print version, commit and versions of the stack.", is_eager=True, callback=_show_version),
+]
+
+
+@app.callback()
+def root(version: Version = False) -> None:
+    """Reinforcement learning of large language models on Megatron, from a recipe in one YAML file."""
 
 
 @app.command(name="train")
@@ -96,6 +115,7 @@ def report(
 
 
 app.command(name="compare")(compare_command)
+app.command(name="keys")(keys_command)
 
 
 @app.command()
@@ -367,6 +387,9 @@ def convert_config(
 
     with as_input_error():
         convert_file(file, settings or [], out=out, rows=rows, accepted=accept or [])
+
+
+add_examples(app)
 
 
 def _format_warning(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:

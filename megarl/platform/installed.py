@@ -86,6 +86,15 @@ def versions_text(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
+def version_lines() -> list[str]:
+    """Return two lines: megarl's version and commit, and the versions of the stack."""
+    commit, changed = source_commit()
+    return [
+        f"megarl {megarl_text({'megarl': __version__, 'commit': commit, 'changed': changed})}",
+        versions_text(installed_versions()),
+    ]
+
+
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield (name, before, now) for megarl's code and for each version that differs between two installations.
 
