@@ -20,6 +20,7 @@ from megarl.commands.compare.cli_command import compare_command
 from megarl.commands.data.command import app as data_app
 from megarl.commands.engines.cli_options import engines_command
 from megarl.commands.examples import add_examples
+from megarl.commands.init.cli_command import init_command
 from megarl.commands.keys import keys_command
 from megarl.commands.model.command import app as model_app
 from megarl.commands.plan import cli_options
@@ -116,6 +117,7 @@ def report(
 
 app.command(name="compare")(compare_command)
 app.command(name="keys")(keys_command)
+app.command(name="init")(init_command)
 
 
 @app.command()

@@ -16,7 +16,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "keys": ("megarl keys temperature", "megarl keys 'rollout.*' --json"),
     "init": (
         "megarl init mine.yaml",
-        "megarl init mine.yaml --task grpo --model Qwen/Qwen3-8B --data hf://openai/gsm8k/main/train --devices '8 cuda' --reward gsm8k",
+        "megarl init mine.yaml --task sft --devices '8 H100' --defaults",
     ),
     "doctor": ("megarl doctor recipes/quickstart.yaml", "megarl doctor runs/first"),
     "engines": ("megarl engines runs/first", "megarl engines runs/first +1"),
