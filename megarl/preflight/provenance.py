@@ -64,7 +64,7 @@ def command_line(arguments: Sequence[str]) -> str:
     if program.name == "__main__.py":
         words = ["python", "-m", program.parent.name]
     else:
-        words = ["python", str(program)] if program.suffix == ".py" else [program.name]
+        words = ["python", str(program)] if program.suffix == ".py" else [program.name or "python"]
     return shlex.join([*words, *_without_secrets(arguments[1:])])
 
 

@@ -14,8 +14,10 @@ from megarl.commands.init import answers as checks
 from megarl.commands.init.answers import ROWS, TASKS, Answers
 from megarl.commands.init.layout import first_layout
 from megarl.commands.init.text import recipe_text
-from megarl.errors import InputError, as_input_error
+from megarl.errors import InputError, RecipeError, as_input_error
+from megarl.hf.config import context_length
 from megarl.preflight.load import load_recipe
+from megarl.preflight.models import config_of
 
 T = TypeVar("T")
 _DATA = {"sft": "data/demonstrations.parquet", "dpo": "data/pairs.parquet"}
@@ -92,9 +94,15 @@ def _checked_text(file: Path, answers: Answers) -> tuple[str, str | None]:
     """Return the text of the recipe, which loads, and a notice about its layout."""
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / file.name
-        draft.write_text(recipe_text(file.stem, file, answers, {}), encoding="utf-8")
-        layout, notice = first_layout(draft, answers.machines)
-        text = recipe_text(file.stem, file, answers, layout)
+        draft.write_text(recipe_text(file, answers, None, {}), encoding="utf-8")
+        try:
+            model = config_of(answers.model, draft)
+        except (RecipeError, OSError):  # the model is not on this machine, and the hub does not answer
+            model = None
+        context = context_length(model) if model is not None else None
+        draft.write_text(recipe_text(file, answers, context, {}), encoding="utf-8")
+        layout, notice = first_layout(draft, answers.machines, model)
+        text = recipe_text(file, answers, context, layout)
         draft.write_text(text, encoding="utf-8")
         load_recipe(draft)
     return text, notice

@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from megarl.commands.init.answers import Machines
-from megarl.errors import RecipeError
 from megarl.hf.shape import ModelShape
 from megarl.platform.device_table import Device
 from megarl.preflight.load import load_recipe
-from megarl.preflight.models import config_of
 
 _MOST_TRAINER = 0.7  # of the device, for the lower bound of a trainer's memory: activations and libraries come on top
 _MOST_ENGINE = 0.45  # of the device, for an engine's weights: the rest is for its cache, and for what trainers keep
 _WEIGHT_BYTES = 2  # bfloat16
 
 
-def first_layout(recipe_file: Path, machines: Machines) -> tuple[dict[str, Any], str | None]:
+def first_layout(
+    recipe_file: Path, machines: Machines, model: dict[str, Any] | None
+) -> tuple[dict[str, Any], str | None]:
     """Return the settings of the layout by dotted key, and a notice if it is only a guess.
 
-    recipe_file: the recipe without these settings.
+    recipe_file: the recipe without these settings. model: config.json; None: unknown.
     """
     recipe = load_recipe(recipe_file, check=False)
     sampling = recipe.train.source == "rollout"
@@ -31,11 +31,8 @@ def first_layout(recipe_file: Path, machines: Machines) -> tuple[dict[str, Any],
     guess["megatron.recompute"] = "full"
     if machines.device is None:
         return guess, f"the memory of {machines.kind} devices is unknown, so the layout is a guess"
-    try:
-        model = config_of(recipe.model.path, recipe_file)
-    except (RecipeError, OSError) as error:
-        cause = error.problem if isinstance(error, RecipeError) else error
-        return guess, f"the model's config.json cannot be read ({cause}), so the layout is a guess"
+    if model is None:
+        return guess, f"the config.json of {recipe.model.path} cannot be read here, so the layout is a guess"
     device = replace(machines.device, per_node=machines.per_node)
     settings = [f"{key}={value}" for key, value in guess.items()]
     chosen = _fastest(load_recipe(recipe_file, settings, check=False), model, device)

@@ -29,9 +29,9 @@ _RATES = {"grpo": 1e-6, "dapo": 1e-6, "sft": 1e-5, "dpo": 5e-7}
 _RESPONSES = {"grpo": 1024, "dapo": 4096, "sft": 1024, "dpo": 1024}
 
 
-def recipe_text(name: str, file: Path, answers: Answers, layout: Mapping[str, Any]) -> str:
-    """Return the recipe. layout: settings by dotted key, for the devices."""
-    settings = _settings(name, answers)
+def recipe_text(file: Path, answers: Answers, context: int | None, layout: Mapping[str, Any]) -> str:
+    """Return the recipe. context: longest sequence of the model; None: unknown. layout: settings by dotted key, for the devices."""
+    settings = _settings(file.stem, answers, context)
     for key, value in layout.items():
         section, _, field = key.partition(".")
         settings.setdefault(section, {})[field] = value
@@ -53,10 +53,12 @@ def _head(file: Path, answers: Answers) -> list[str]:
     ]
 
 
-def _settings(name: str, answers: Answers) -> dict[str, Any]:
+def _settings(name: str, answers: Answers, context: int | None) -> dict[str, Any]:
     """Return the settings of all sections, but for the layout."""
     accelerated, task = answers.machines.accelerated, answers.task
-    response = _RESPONSES[task] if accelerated else 128
+    prompt, response = (1024, _RESPONSES[task]) if accelerated else (512, 256)
+    if context is not None and prompt + response > context:
+        prompt = response = context // 2
     prompts = (64 if answers.samples else 32) if accelerated else 8
     settings: dict[str, Any] = {
         "name": name,
@@ -64,7 +66,7 @@ def _settings(name: str, answers: Answers) -> dict[str, Any]:
         "data": {
             "train_files": list(answers.files),
             "prompts_per_step": prompts,
-            "max_prompt_length": 1024 if accelerated else 512,
+            "max_prompt_length": prompt,
             "overlong_prompts": "filter",
         },
         "algorithm": dict(_ALGORITHMS[task]),
