@@ -61,7 +61,9 @@ def _show_version(value: bool) -> None:
 
 Version = Annotated[
     bool,
-    typer.Option("--version", help="Print version, commit and versions of the stack.", is_eager=True, callback=_show_version),
+    typer.Option(
+        "--version", help="Print version, commit and versions of the stack.", is_eager=True, callback=_show_version
+    ),
 ]
 
 

@@ -54,7 +54,13 @@ class Workers:
         if method == "sees":
             return [("host", Path(args[0]).exists())] * 2
         if method == "describe":
-            rank = {"dp_size": 2, "reports": True, "device_name": "cpu", "kernels": "plain", "machine": f"{self.name}-host"}
+            rank = {
+                "dp_size": 2,
+                "reports": True,
+                "device_name": "cpu",
+                "kernels": "plain",
+                "machine": f"{self.name}-host",
+            }
             return [{**rank, "dp_rank": number} for number in range(2)]
         if method == "open_weight_sync":
             return [SimpleNamespace(timeout=1.0), None]

@@ -64,16 +64,18 @@ def reproduce(run: Path, name: str | None, overrides: Sequence[str], *, only_pri
         check_overrides(overrides, "reproduce", _FIXED)
         recipe = load_recipe(recorded.recipe, overrides)
         summary = _summary(recorded)
-        settings = [f"name={target.path.name}", f"runs_dir={target.path.parent}", f"train.resume={_resume(recorded, recipe)}"]
+        settings = [
+            f"name={target.path.name}",
+            f"runs_dir={target.path.parent}",
+            f"train.resume={_resume(recorded, recipe)}",
+        ]
         arguments = ["-m", "megarl", "train", str(shown(recorded.recipe)), *overrides, *settings]
         lines = [*_facts(recorded, summary), *_comparison_lines(_compare(recorded, summary, recipe))]
     print(*lines, sep="\n", file=sys.stderr if only_print else sys.stdout, flush=True)
     if only_print:
         print(shlex.join(["python", *arguments]))
         return 0
-    status = run_child(
-        [sys.executable, *arguments], os.environ, stop_seconds=STOP_SECONDS + recipe.train.grace_seconds
-    )
+    status = run_child([sys.executable, *arguments], os.environ, stop_seconds=STOP_SECONDS + recipe.train.grace_seconds)
     if status == 0:
         print(*_metrics_lines(recorded, target), sep="\n")
     return status
@@ -96,7 +98,9 @@ def _summary(recorded: RunDirectory) -> dict[str, Any]:
     try:
         summary: dict[str, Any] = json.loads(recorded.summary.read_text())
     except ValueError as error:
-        raise ValueError(f"{recorded.summary} is damaged ({error}): move it away to reproduce the run without it") from error
+        raise ValueError(
+            f"{recorded.summary} is damaged ({error}): move it away to reproduce the run without it"
+        ) from error
     return summary
 
 
@@ -147,7 +151,9 @@ def _compare(recorded: RunDirectory, summary: Mapping[str, Any], recipe: Recipe)
         result.add("weights of the model", before["weights"], *_weights_digest(cached.model.path))
     recorded_keys = flat_settings(text)
     if new_keys := [key for key in all_keys() if key not in recorded_keys]:
-        result.different.append(f"settings that the run's megarl did not have: {', '.join(new_keys)} have their defaults")
+        result.different.append(
+            f"settings that the run's megarl did not have: {', '.join(new_keys)} have their defaults"
+        )
     if before and named_modules(recipe) and before["folder"] != os.getcwd():
         modules = ", ".join(named_modules(recipe))
         result.unknown.append(f"{modules}: the run imported from {before['folder']}, and this is {os.getcwd()}")

@@ -156,7 +156,13 @@ def provenance_lines(sessions: Sequence[Session]) -> list[tuple[str, str]]:
     lines.append(("System", str(last.get("system", "unknown"))))
     if "hosts" in last:
         lines += [("Hosts", hosts_text(last["hosts"])), ("Trainers' devices", devices_text(last["devices"]))]
-    keys = {"Command": "command", "Folder": "folder", "Recipe's digest": "recipe", "Data's digest": "data", "Weights' digest": "weights"}
+    keys = {
+        "Command": "command",
+        "Folder": "folder",
+        "Recipe's digest": "recipe",
+        "Data's digest": "data",
+        "Weights' digest": "weights",
+    }
     return [*lines, *((label, str(last[key])) for label, key in keys.items() if key in last)]
 
 

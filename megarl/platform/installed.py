@@ -58,7 +58,9 @@ def source_commit(package: Path = PACKAGE) -> tuple[str | None, bool | None]:
 
     The files are in a git work tree, or pip has installed them from a repository and has recorded the commit.
     """
-    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:  # a work tree around an environment is not megarl's
+    if (
+        _git(package, "ls-files", "--error-unmatch", "__init__.py") is None
+    ):  # a work tree around an environment is not megarl's
         return (_installed_commit(), None) if package == PACKAGE else (None, None)
     commit = _git(package, "rev-parse", "HEAD")
     status = _git(package, "status", "--porcelain", "--", ".")

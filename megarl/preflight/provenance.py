@@ -82,9 +82,7 @@ def _without_secrets(arguments: Sequence[str]) -> list[str]:
     return words
 
 
-def hosts_and_devices(
-    device: str, machines: Iterable[tuple[str, str]], device_names: Iterable[str]
-) -> dict[str, Any]:
+def hosts_and_devices(device: str, machines: Iterable[tuple[str, str]], device_names: Iterable[str]) -> dict[str, Any]:
     """Return ``hosts`` (machine -> role -> number of processes) and ``devices`` (kind, and number of trainers by device name).
 
     device: value of cluster.device. machines: role and machine of each process. device_names: of each trainer.

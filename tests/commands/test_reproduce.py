@@ -47,7 +47,9 @@ class Recorded:
 
 def write_metrics(run: RunDirectory, rewards: Sequence[float]) -> None:
     run.path.mkdir(parents=True, exist_ok=True)
-    lines = [{"step": step, "critic/rewards/mean": reward, "timing_s/step": step} for step, reward in enumerate(rewards, 1)]
+    lines = [
+        {"step": step, "critic/rewards/mean": reward, "timing_s/step": step} for step, reward in enumerate(rewards, 1)
+    ]
     run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
@@ -69,7 +71,10 @@ def test_print_names_the_command(recorded: Recorded, capsys: pytest.CaptureFixtu
         f"runs_dir={recorded.folder / 'runs'}", "train.resume=never",
     ]  # fmt: skip
     assert "finished, 2 of 2 steps" in differences
-    assert "as in the run: megarl and the versions of its stack; recipe; training data; weights of the model" in differences
+    assert (
+        "as in the run: megarl and the versions of its stack; recipe; training data; weights of the model"
+        in differences
+    )
     assert "not as in the run" not in differences and "not compared" not in differences
 
 
@@ -131,7 +136,10 @@ def test_modules_come_from_the_folder_of_the_start(
 def test_a_start_from_another_runs_checkpoint_is_kept(
     resume: str, expected: str, recorded: Recorded, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = {"inner": recorded.run.checkpoints / "step_000001", "outer": recorded.folder / "runs/base/checkpoints/step_000003"}
+    paths = {
+        "inner": recorded.run.checkpoints / "step_000001",
+        "outer": recorded.folder / "runs/base/checkpoints/step_000003",
+    }
     value = str(paths.get(resume, resume))
     recorded.run.recipe.write_text(recorded.run.recipe.read_text().replace("resume: auto", f"resume: {value}"))
     out, _ = printed(capsys, recorded.run.path)
@@ -152,7 +160,9 @@ def test_refusals(recorded: Recorded) -> None:
         reproduce(recorded.run.path, "second", [], only_print=True)
     with pytest.raises(InputError, match="first already holds a run"):
         reproduce(recorded.run.path, "first", [], only_print=True)
-    with pytest.raises(InputError, match=r"megarl reproduce sets name, runs_dir, train\.resume itself, got name=x: use --name, "):
+    with pytest.raises(
+        InputError, match=r"megarl reproduce sets name, runs_dir, train\.resume itself, got name=x: use --name, "
+    ):
         reproduce(recorded.run.path, None, ["name=x"], only_print=True)
     recorded.run.summary.write_text("{")
     with pytest.raises(InputError, match=r"summary\.json is damaged"):

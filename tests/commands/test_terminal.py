@@ -44,7 +44,9 @@ def test_an_example_with_a_wrong_option_is_found() -> None:
 
 
 def test_help_shows_them() -> None:
-    done = subprocess.run([sys.executable, "-m", "megarl", "plan", "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl", "plan", "--help"], capture_output=True, text=True, check=True
+    )
     assert all(line in done.stdout for line in ("Examples:", *EXAMPLES["plan"][1:]))
 
 

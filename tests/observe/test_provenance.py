@@ -33,7 +33,9 @@ def run(path: Path, *starts: dict[str, Any]) -> dict[str, Any]:
     """Run one step per start and return summary.json."""
     for step, provenance in enumerate(starts, start=1):
         with RunLog(make_recipe(), path, step, len(starts), provenance=provenance) as log:
-            log.add_provenance({"hosts": {"node-1": {"trainers": 2}}, "devices": {"kind": "cpu", "trainers": {"cpu": 2}}})
+            log.add_provenance(
+                {"hosts": {"node-1": {"trainers": 2}}, "devices": {"kind": "cpu", "trainers": {"cpu": 2}}}
+            )
             log.begin()
             log.step(step)
     summary: dict[str, Any] = json.loads((path / "summary.json").read_text())

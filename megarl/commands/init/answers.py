@@ -92,7 +92,9 @@ def check_files(text: str) -> tuple[str, ...]:
         raise ValueError("name at least one file or data set")
     for file in files:
         if not file.startswith(hub.PREFIX) and not file.endswith((".parquet", ".jsonl")):
-            raise ValueError(f"{file} ends neither in .parquet nor in .jsonl, and a data set on the hub begins with {hub.PREFIX}")
+            raise ValueError(
+                f"{file} ends neither in .parquet nor in .jsonl, and a data set on the hub begins with {hub.PREFIX}"
+            )
     return files
 
 
@@ -101,7 +103,9 @@ def check_reward(text: str) -> str:
     names = [ROWS, *(name for name in SCORERS.names() if name not in _REQUIRE_MORE)]
     if text in names or re.fullmatch(r"[\w./-]+:\w+", text):
         return text
-    raise ValueError(f"the scorer {text!r} is unknown{did_you_mean(text, names)} Known: {', '.join(names)}; or your module:function")
+    raise ValueError(
+        f"the scorer {text!r} is unknown{did_you_mean(text, names)} Known: {', '.join(names)}; or your module:function"
+    )
 
 
 def read_machines(text: str) -> Machines:
@@ -125,7 +129,9 @@ def read_machines(text: str) -> Machines:
     if match[1] is None and count > device.per_node:  # several machines
         if count % device.per_node:
             most = pluralize(device.per_node, "device")
-            raise ValueError(f"{text!r}: a machine has {most} of this kind; write e.g. '2 x {device.per_node} {machine}'")
+            raise ValueError(
+                f"{text!r}: a machine has {most} of this kind; write e.g. '2 x {device.per_node} {machine}'"
+            )
         nodes, count = count // device.per_node, device.per_node
     return Machines(nodes, count, device.kind, machine)
 

@@ -28,7 +28,9 @@ def init_command(
     ] = None,
     reward: Annotated[
         Optional[str],
-        typer.Option(help="For grpo and dapo: a scorer, your module:function or file.py:function, or rows: each row's data_source selects."),
+        typer.Option(
+            help="For grpo and dapo: a scorer, your module:function or file.py:function, or rows: each row's data_source selects."
+        ),
     ] = None,
     defaults: Annotated[
         bool, typer.Option("--defaults", help="Ask nothing: questions without an option have their defaults.")

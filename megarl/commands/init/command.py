@@ -56,7 +56,9 @@ def init(file: Path, given: Given, *, ask: bool) -> None:
 def _answers(given: Given, ask: bool) -> Answers:
     tasks = "\n".join(f"  {name:<6} {meaning}" for name, meaning in TASKS.items())
     task = _answer("--task", f"Task\n{tasks}\n", given.task, "grpo", checks.check_task, ask)
-    model = _answer("--model", "Model (folder, or name on the hub)", given.model, "Qwen/Qwen3-8B", checks.check_model, ask)
+    model = _answer(
+        "--model", "Model (folder, or name on the hub)", given.model, "Qwen/Qwen3-8B", checks.check_model, ask
+    )
     data = _DATA.get(task, "data/gsm8k/train.parquet")
     files = _answer("--data", "Training rows (.parquet, .jsonl, hf://...)", given.data, data, checks.check_files, ask)
     here = checks.devices_here()
@@ -70,9 +72,7 @@ def _answers(given: Given, ask: bool) -> Answers:
     return Answers(task, model, files, machines, reward)
 
 
-def _answer(
-    option: str, question: str, given: str | None, default: str, check: Callable[[str], T], ask: bool
-) -> T:
+def _answer(option: str, question: str, given: str | None, default: str, check: Callable[[str], T], ask: bool) -> T:
     """Return the checked answer to one question. On a terminal a wrong answer is asked again."""
     if given is not None or not ask:
         try:
@@ -113,7 +113,9 @@ def _remarks(answers: Answers, notice: str | None) -> list[str]:
     remarks = [notice] if notice is not None else []
     missing = [file for file in answers.files if "://" not in file and not Path(file).exists()]
     if missing:
-        remarks.append(f"{', '.join(missing)} does not exist yet: megarl data --help prepares data sets, docs/data.md has the columns")
+        remarks.append(
+            f"{', '.join(missing)} does not exist yet: megarl data --help prepares data sets, docs/data.md has the columns"
+        )
     if answers.reward == ROWS:
         remarks.append("each row's data_source selects its scorer: docs/rewards.md has the list")
     return [f"  {remark}" for remark in remarks]

@@ -52,7 +52,7 @@ def _fastest(recipe: Any, model: dict[str, Any], device: Device) -> dict[str, An
     fitting = (
         engines
         for engines in space.engine_layouts(recipe, model, device.per_node)
-        if not recipe.train.source == "rollout" or _engine_bytes(shape, engines) <= _MOST_ENGINE * limit
+        if recipe.train.source != "rollout" or _engine_bytes(shape, engines) <= _MOST_ENGINE * limit
     )
     engines = min(fitting, key=lambda each: (each.data_parallel, each.tensor_parallel), default=None)
     if engines is None:
