@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarl.errors import pluralize
 from megarl.hf import hub
-from megarl.platform.device_table import Device, device_named, device_of_machine, devices
+from megarl.platform.device_table import DEVICES_OF, Device, device_named, device_of_machine, devices
 from megarl.platform.kinds import KINDS, is_accelerator
 from megarl.registry import did_you_mean
 from megarl.rewards.base import SCORERS
@@ -137,10 +137,9 @@ def read_machines(text: str) -> Machines:
 
 
 def known_machines() -> list[str]:
-    """Return the names of machines and devices that the table has."""
-    from megarl.platform.device_table import DEVICES_OF
-
-    return [*dict.fromkeys([*DEVICES_OF, *devices()])]
+    """Return the names of accelerators and their machines that the table has."""
+    kinds = {kind.name for kind in KINDS}  # the table's CPU is a kind, too
+    return [name for name in dict.fromkeys([*DEVICES_OF, *devices()]) if name.lower() not in kinds]
 
 
 def devices_here() -> str:
