@@ -16,11 +16,11 @@ from typing import Annotated, Any, Optional
 import typer
 
 from megarl.commands.bundle import cli_options as replay_options
-from megarl.commands.compare.cli_command import compare_command
+from megarl.commands.compare.cli_options import compare_command
 from megarl.commands.data.command import app as data_app
 from megarl.commands.engines.cli_options import engines_command
 from megarl.commands.examples import add_examples
-from megarl.commands.init.cli_command import init_command
+from megarl.commands.init.cli_options import init_command
 from megarl.commands.keys import keys_command
 from megarl.commands.model.command import app as model_app
 from megarl.commands.plan import cli_options
