@@ -17,11 +17,12 @@ import typer
 
 from megarl.commands.bundle import cli_options as replay_options
 from megarl.commands.compare.cli_options import compare_command
+from megarl.commands.convert_verl.cli_options import convert_config_command
 from megarl.commands.data.command import app as data_app
 from megarl.commands.engines.cli_options import engines_command
 from megarl.commands.examples import add_examples
 from megarl.commands.init.cli_options import init_command
-from megarl.commands.keys import keys_command
+from megarl.commands.keys.command import keys_command
 from megarl.commands.model.command import app as model_app
 from megarl.commands.plan import cli_options
 from megarl.commands.simulate import cli_options as simulate_options
@@ -366,33 +367,7 @@ def convert_weights(
         convert(folder, out, workers)
 
 
-@app.command(name="convert-config")
-def convert_config(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="verl script or command line; - reads standard input.")],
-    settings: Annotated[
-        Optional[list[str]],
-        typer.Argument(
-            metavar="[NAME=VALUE]...",
-            help="Values of shell variables that the script does not set (1=8 sets $1); names with a dot are recipe settings.",
-        ),
-    ] = None,
-    out: Annotated[Optional[Path], typer.Option(help="Recipe file to write. Default: standard output.")] = None,
-    rows: Annotated[
-        Optional[int], typer.Option(min=1, help="Number of training rows, to convert epochs to steps.")
-    ] = None,
-    accept: Annotated[
-        Optional[list[str]],
-        typer.Option(help="Option of verl to leave out although the run then computes something else; repeatable."),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Convert a verl script to a recipe without running it; stderr lists the options that have no counterpart."""
-    from megarl.commands.convert_verl.command import convert_file
-
-    with as_input_error():
-        convert_file(file, settings or [], out=out, rows=rows, accepted=accept or [])
-
-
+app.command(name="convert-config")(convert_config_command)
 add_examples(app)
 
 

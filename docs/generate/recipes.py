@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.generate import rehearsed
-from megarl.recipe.describe import Section, sections
+from megarl.commands.keys.describe import Section, sections
 
 HEAD = """# Recipes
 

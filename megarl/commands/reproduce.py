@@ -34,7 +34,7 @@ _FIXED = ("name", "runs_dir", "train.resume")  # settings of this command
 
 
 @dataclass
-class Comparison:
+class InputComparison:
     """What equals the run's provenance here, what differs, and what cannot be compared: a text each."""
 
     equal: list[str] = field(default_factory=list)
@@ -67,7 +67,7 @@ def reproduce(run: Path, name: str | None, overrides: Sequence[str], *, only_pri
         settings = [
             f"name={target.path.name}",
             f"runs_dir={target.path.parent}",
-            f"train.resume={_resume(recorded, recipe)}",
+            f"train.resume={_resume(recorded, recipe.train.resume)}",
         ]
         arguments = ["-m", "megarl", "train", str(shown(recorded.recipe)), *overrides, *settings]
         lines = [*_facts(recorded, summary), *_comparison_lines(_compare(recorded, summary, recipe))]
@@ -104,9 +104,8 @@ def _summary(recorded: RunDirectory) -> dict[str, Any]:
     return summary
 
 
-def _resume(recorded: RunDirectory, recipe: Recipe) -> str:
+def _resume(recorded: RunDirectory, resume: str) -> str:
     """Return `train.resume` of the new run: the checkpoint of another run from which this one has started, else never."""
-    resume = recipe.train.resume
     if resume in ("auto", "never") or Path(resume).resolve().is_relative_to(recorded.path.resolve()):
         return "never"
     return resume
@@ -136,9 +135,9 @@ def _facts(recorded: RunDirectory, summary: Mapping[str, Any]) -> Iterator[str]:
             yield f"  start {number} ran with other versions: {', '.join(changes)}"
 
 
-def _compare(recorded: RunDirectory, summary: Mapping[str, Any], recipe: Recipe) -> Comparison:
+def _compare(recorded: RunDirectory, summary: Mapping[str, Any], recipe: Recipe) -> InputComparison:
     """Compare this installation and the inputs of `recipe` with the run's provenance. Reads all training data."""
-    before, result, text = _provenance(summary), Comparison(), recorded.recipe.read_text()
+    before, result, text = _provenance(summary), InputComparison(), recorded.recipe.read_text()
     if not before:
         result.unknown.append("installation, data and weights: the run has not recorded its provenance")
     else:
@@ -181,7 +180,7 @@ def _unread_text(path: str) -> str:
     return f"{path} cannot be read here"
 
 
-def _comparison_lines(comparison: Comparison) -> Iterator[str]:
+def _comparison_lines(comparison: InputComparison) -> Iterator[str]:
     if comparison.equal:
         yield f"as in the run: {'; '.join(comparison.equal)}"
     for title, texts in (("not as in the run:", comparison.different), ("not compared:", comparison.unknown)):

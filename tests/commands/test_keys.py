@@ -7,8 +7,8 @@ import json
 import pytest
 
 from megarl.cli import app
+from megarl.commands.keys.describe import sections
 from megarl.exit_status import guarded
-from megarl.recipe.describe import sections
 from megarl.recipe.load import all_keys
 
 

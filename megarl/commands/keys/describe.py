@@ -1,4 +1,4 @@
-"""Descriptions of all recipe keys, from the schema's dataclasses: for `megarl keys`, docs/recipes.md and shell completion."""
+"""Descriptions of all recipe keys, from the schema's dataclasses: for `megarl keys` and docs/recipes.md."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 if TYPE_CHECKING:
-    from megarl.recipe.describe import KeyDescription
+    from megarl.commands.keys.describe import KeyDescription
 
 _WHOLE = 20  # more settings have a line each
 _WIDEST = 120  # characters of a line
@@ -30,7 +30,7 @@ def keys_command(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """List a recipe's settings with type, default and meaning; a line each if there are more than 20."""
-    from megarl.recipe.describe import sections
+    from megarl.commands.keys.describe import sections
 
     keys = matching([key for section in sections() for key in section.keys], pattern)
     if as_json:
