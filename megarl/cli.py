@@ -17,7 +17,7 @@ import typer
 
 from megarl.commands.bundle import cli_options as replay_options
 from megarl.commands.compare.cli_options import compare_command
-from megarl.commands.convert_verl.cli_options import convert_config_command
+from megarl.commands.convert_weights.cli_options import convert_weights_command
 from megarl.commands.data.command import app as data_app
 from megarl.commands.engines.cli_options import engines_command
 from megarl.commands.examples import add_examples
@@ -345,29 +345,36 @@ def exchange(context: typer.Context) -> int:
     return int(app(args=["weight-sync", *arguments], prog_name="megarl", standalone_mode=False) or 0)
 
 
-@app.command(name="convert-weights")
-def convert_weights(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Hugging Face model with FP8 weights.")],
-    out: Annotated[
-        Path,
-        typer.Option(help="Folder for the bfloat16 model. Repeat the command to resume an interrupted conversion."),
-    ],
-    workers: Annotated[
-        Optional[int],
-        typer.Option(
-            min=1, help="Number of processes, about 0.5 GB each. Default: 4, or the number of cores if lower."
+app.command(name="convert-weights")(convert_weights_command)
+
+
+@app.command(name="convert-config")
+def convert_config(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="verl script or command line; - reads standard input.")],
+    settings: Annotated[
+        Optional[list[str]],
+        typer.Argument(
+            metavar="[NAME=VALUE]...",
+            help="Values of shell variables that the script does not set (1=8 sets $1); names with a dot are recipe settings.",
         ),
+    ] = None,
+    out: Annotated[Optional[Path], typer.Option(help="Recipe file to write. Default: standard output.")] = None,
+    rows: Annotated[
+        Optional[int], typer.Option(min=1, help="Number of training rows, to convert epochs to steps.")
+    ] = None,
+    accept: Annotated[
+        Optional[list[str]],
+        typer.Option(help="Option of verl to leave out although the run then computes something else; repeatable."),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Convert a model with FP8 block-scaled weights (DeepSeek-V3) to bfloat16, which the trainer reads. Needs no accelerator."""
-    from megarl.commands.convert_weights.command import convert
+    """Convert a verl script to a recipe without running it; stderr lists the options that have no counterpart."""
+    from megarl.commands.convert_verl.command import convert_file
 
     with as_input_error():
-        convert(folder, out, workers)
+        convert_file(file, settings or [], out=out, rows=rows, accepted=accept or [])
 
 
-app.command(name="convert-config")(convert_config_command)
 add_examples(app)
 
 
