@@ -168,8 +168,11 @@ def provenance_lines(sessions: Sequence[Session]) -> list[tuple[str, str]]:
 
 def hosts_text(hosts: Mapping[str, Mapping[str, int]]) -> str:
     """Return the machines of a run with their processes: ``node-1: 8 trainers, 2 engines; node-2: 8 trainers``."""
-    parts = {machine: ", ".join(f"{count} {role}" for role, count in roles.items()) for machine, roles in hosts.items()}
-    return "; ".join(f"{machine}: {roles}" for machine, roles in parts.items())
+    parts = []
+    for machine, roles in hosts.items():
+        counts = ", ".join(pluralize(count, role.removesuffix("s")) for role, count in roles.items())
+        parts.append(f"{machine}: {counts}")
+    return "; ".join(parts)
 
 
 def devices_text(devices: Mapping[str, Any]) -> str:
