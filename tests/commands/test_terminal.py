@@ -63,8 +63,9 @@ def test_completion_in_bash(tmp_path: Path) -> None:
         "PATH": f"{program.parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
     }
-    installed = subprocess.run(["megarl", "--install-completion", "bash"], env=environ, capture_output=True, text=True)
-    assert installed.returncode == 0, installed.stderr
+    install = ["bash", "-c", "megarl --install-completion; exit $?"]  # the shell is found among the parent processes
+    installed = subprocess.run(install, env=environ, capture_output=True, text=True)
+    assert installed.returncode == 0, installed.stdout + installed.stderr
     script = f"""
     source {tmp_path}/.bash_completions/megarl.sh
     complete -p megarl
