@@ -28,6 +28,7 @@ from megarl.observe.profiling import Profiling
 from megarl.platform.device_table import peak_flops
 from megarl.platform.kinds import kind_of
 from megarl.preflight.engines_and_devices import demand_of
+from megarl.preflight.provenance import hosts_and_devices
 from megarl.preflight.replay import write_recipe
 from megarl.preflight.run_setup import RunSetup
 from megarl.recipe import Recipe
@@ -176,6 +177,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     devices = connect_engines(recipe, started, log.notice, samplers.fleet, samplers.check, cluster.check)
     for notice in kernel_notices(actor.describe()):
         log.notice(notice)
+    log.add_provenance(_hosts_and_devices(setup.platform.name, started))
     source = _source(setup, samplers, engines, cluster)
     skipped = SkippedSteps(recipe.train, Repetition(folder, setup.tape is not None, setup.place.checkpoint))
     kl_weight = KLWeight(recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_horizon)
@@ -252,6 +254,18 @@ def _start_processes(setup: RunSetup, cluster: Cluster, log: RunLog) -> Started:
     wait_for_start(fixed, loading_fixed, doing="load", limit=limit)
     log.reached("engines and all other processes are ready" if rollout else "all processes are ready")
     return Started(engines, descriptions, teachers, judges, learners, time_shared)
+
+
+def _hosts_and_devices(device: str, started: Started) -> dict[str, Any]:
+    """Return the machines of the run with their processes, and the trainers' devices, for the provenance."""
+    learners = started.learners
+    critic = learners.critic.ranks if learners.critic is not None else []
+    machines = [("trainers", rank["machine"]) for rank in learners.actor.ranks]
+    machines += [("critic", rank["machine"]) for rank in critic]
+    for role, handles in (("engines", started.engines), ("teacher", started.teachers), ("judge", started.judges)):
+        machines += [(role, handle.service.host) for handle in handles]
+    names = [rank["device_name"] for rank in [*learners.actor.ranks, *critic]]
+    return hosts_and_devices(device, machines, names)
 
 
 def _trainer_restarts(

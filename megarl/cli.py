@@ -16,8 +16,13 @@ from typing import Annotated, Any, Optional
 import typer
 
 from megarl.commands.bundle import cli_options as replay_options
+from megarl.commands.compare.cli_options import compare_command
+from megarl.commands.convert_weights.cli_options import convert_weights_command
 from megarl.commands.data.command import app as data_app
 from megarl.commands.engines.cli_options import engines_command
+from megarl.commands.examples import add_examples
+from megarl.commands.init.cli_options import init_command
+from megarl.commands.keys.command import keys_command
 from megarl.commands.model.command import app as model_app
 from megarl.commands.plan import cli_options
 from megarl.commands.simulate import cli_options as simulate_options
@@ -28,9 +33,7 @@ from megarl.recipe.former_names import FormerNameWarning
 _PYTHON_FORMAT = warnings.formatwarning
 
 app = typer.Typer(
-    help="Reinforcement learning of large language models on Megatron, from a recipe in one YAML file.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
@@ -47,6 +50,27 @@ Model = Annotated[
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        from megarl.platform.installed import version_lines
+
+        typer.echo("\n".join(version_lines()))
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", help="Print version, commit and versions of the stack.", is_eager=True, callback=_show_version
+    ),
+]
+
+
+@app.callback()
+def root(version: Version = False) -> None:
+    """Reinforcement learning of large language models on Megatron, from a recipe in one YAML file."""
 
 
 @app.command(name="train")
@@ -94,43 +118,9 @@ def report(
     typer.echo(path)
 
 
-LogPath = typer.Argument(help="A run's directory, or a verl log: console output, JSONL or TensorBoard events.")
-
-
-@app.command()
-def compare(
-    run_a: Annotated[Path, LogPath],
-    run_b: Annotated[Path, LogPath],
-    metric: Annotated[
-        Optional[str], typer.Option(help="Metric to compare. Default: the reward, or the loss for SFT.")
-    ] = None,
-    metric_b: Annotated[Optional[str], typer.Option(help="Name of the metric in RUN_B. Default: the same.")] = None,
-    max_error: Annotated[
-        Optional[str],
-        typer.Option(help="Allowed mean absolute error in percent (4 is 0.04). Default: 4 for reward, 2 for loss."),
-    ] = None,
-    steps: Annotated[str, typer.Option(metavar="FROM:TO", help="Steps to compare, both included.")] = ":",
-    throughput_steps: Annotated[int, typer.Option(min=1, help="Number of first steps to compare throughput over.")] = 4,
-    min_throughput_ratio: Annotated[
-        Optional[float],
-        typer.Option(min=0.0, help="Minimum ratio of RUN_A's to RUN_B's throughput. Default: reported, not checked."),
-    ] = None,
-    html: Annotated[Optional[Path], typer.Option(help="Also write the comparison as an HTML page.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    debug: Debug = False,
-) -> None:
-    """Compare the reward or loss and the throughput of two runs. Exit status 0 within limits, 1 outside, 2 bad input."""
-    from megarl.commands.compare.command import compare as run_compare
-    from megarl.commands.compare.command import percentage, step_range
-    from megarl.commands.compare.rules import CompareOptions
-
-    with as_input_error():
-        first, last = step_range(steps)
-        error = None if max_error is None else percentage(max_error)
-        options = CompareOptions(metric, metric_b, error, first, last, throughput_steps, min_throughput_ratio)
-        within = run_compare(run_a, run_b, options, html=html, as_json=as_json)
-    if not within:
-        raise typer.Exit(1)
+app.command(name="compare")(compare_command)
+app.command(name="keys")(keys_command)
+app.command(name="init")(init_command)
 
 
 @app.command()
@@ -230,6 +220,24 @@ def replay(
     from megarl.commands.bundle.options import replay_or_bundle
 
     return replay_or_bundle(run_path, overrides or [], name=name, bundle=bundle, step=step, out=out)
+
+
+@app.command()
+def reproduce(
+    run_path: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    overrides: Overrides = None,
+    name: Annotated[
+        Optional[str], typer.Option(help="Name or path of the new run. Default: RUN's, with -reproduced.")
+    ] = None,
+    only_print: Annotated[
+        bool, typer.Option("--print", help="Print the command on stdout and the differences on stderr; start nothing.")
+    ] = False,
+    debug: Debug = False,
+) -> int:
+    """List what differs here from a run's provenance (versions, commit, data, weights), and start its recipe again under a new name."""
+    from megarl.commands.reproduce import reproduce as repeat
+
+    return repeat(run_path, name, overrides or [], only_print=only_print)
 
 
 @app.command()
@@ -337,26 +345,7 @@ def exchange(context: typer.Context) -> int:
     return int(app(args=["weight-sync", *arguments], prog_name="megarl", standalone_mode=False) or 0)
 
 
-@app.command(name="convert-weights")
-def convert_weights(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Hugging Face model with FP8 weights.")],
-    out: Annotated[
-        Path,
-        typer.Option(help="Folder for the bfloat16 model. Repeat the command to resume an interrupted conversion."),
-    ],
-    workers: Annotated[
-        Optional[int],
-        typer.Option(
-            min=1, help="Number of processes, about 0.5 GB each. Default: 4, or the number of cores if lower."
-        ),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Convert a model with FP8 block-scaled weights (DeepSeek-V3) to bfloat16, which the trainer reads. Needs no accelerator."""
-    from megarl.commands.convert_weights.command import convert
-
-    with as_input_error():
-        convert(folder, out, workers)
+app.command(name="convert-weights")(convert_weights_command)
 
 
 @app.command(name="convert-config")
@@ -384,6 +373,9 @@ def convert_config(
 
     with as_input_error():
         convert_file(file, settings or [], out=out, rows=rows, accepted=accept or [])
+
+
+add_examples(app)
 
 
 def _format_warning(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:

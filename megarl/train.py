@@ -36,7 +36,8 @@ def train(recipe: Recipe) -> Path:
     with as_input_error():
         setup = prepare_run(recipe)
         recipe, directory = setup.recipe, setup.place.directory
-        log = RunLog(recipe, directory, setup.place.first_step, recipe.train.steps, setup.place.trained_steps)
+        place, steps = setup.place, recipe.train.steps
+        log = RunLog(recipe, directory, place.first_step, steps, place.trained_steps, setup.provenance)
     with naming_checkpoint(recipe, directory), log:  # in this order: closing the log may fail on a full disk
         for notice in [*restart_notices(recipe.train), *setup.notices, *environment_notices(recipe, setup.platform)]:
             log.notice(notice)

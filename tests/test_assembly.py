@@ -26,7 +26,7 @@ class Service:
     """An engine's process that records its calls and answers at once."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
-        self.name, self.address, self.calls = name, "10.0.0.1", calls
+        self.name, self.address, self.host, self.calls = name, "10.0.0.1", "engines-host", calls
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         self.calls.append(f"{self.name}.{method}")
@@ -54,7 +54,13 @@ class Workers:
         if method == "sees":
             return [("host", Path(args[0]).exists())] * 2
         if method == "describe":
-            rank = {"dp_size": 2, "reports": True, "device_name": "cpu", "kernels": "plain"}
+            rank = {
+                "dp_size": 2,
+                "reports": True,
+                "device_name": "cpu",
+                "kernels": "plain",
+                "machine": f"{self.name}-host",
+            }
             return [{**rank, "dp_rank": number} for number in range(2)]
         if method == "open_weight_sync":
             return [SimpleNamespace(timeout=1.0), None]
@@ -137,6 +143,10 @@ def test_rl_with_a_critic(placement: Any, tmp_path: Path, monkeypatch: pytest.Mo
     engines = 2 * recipe.rollout.tensor_parallel + recipe.critic.trainers
     assert run.device_count == (shared if placement == "colocated" else shared + engines)
     assert run.checkpoints.saver.groups == {"critic": run.critic, "trainer": run.actor}
+    assert run.log.provenance == {
+        "hosts": {"trainer-host": {"trainers": 2}, "critic-host": {"critic": 2}, "engines-host": {"engines": 2}},
+        "devices": {"kind": "cpu", "trainers": {"cpu": 4}},
+    }
     assert run.evaluate is not None
     del cluster.calls[:]
     run.checkpoints.load_weights(tmp_path)

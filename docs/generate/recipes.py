@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 import sys
-import typing
 from pathlib import Path
 from typing import Any
 
 from docs.generate import rehearsed
-from megarl.recipe.load import section_types, yaml_word
-from megarl.recipe.schema import Recipe
+from megarl.commands.keys.describe import Section, sections
 
 HEAD = """# Recipes
 
@@ -36,53 +32,22 @@ starts. The message names the file, the key, the problem and the remedy (exit st
 
 def document() -> str:
     """Return the text of the page."""
-    top = [field for field in dataclasses.fields(Recipe) if not _is_section(Recipe, field.name)]
-    parts = [HEAD, "## Top level\n", _table(Recipe, [field.name for field in top], "")]
-    for field in dataclasses.fields(Recipe):
-        if _is_section(Recipe, field.name):
-            parts += _section(section_types(Recipe)[field.name], field.name)
+    parts = [HEAD]
+    for section in sections():
+        parts += [f"\n## {section.name}\n\n{section.meaning}\n" if section.name else "## Top level\n", _table(section)]
     return "\n".join(parts) + "\n" + rehearsed.table(rehearsed.read_record())
 
 
-def _section(section: type, name: str) -> list[str]:
-    assert section.__doc__
-    keys = [field.name for field in dataclasses.fields(section) if not _is_section(section, field.name)]
-    parts = [f"\n## {name}\n\n{' '.join(section.__doc__.split())}\n", _table(section, keys, f"{name}.")]
-    for field in dataclasses.fields(section):
-        if _is_section(section, field.name):
-            parts += _section(section_types(section)[field.name], f"{name}.{field.name}")
-    return parts
-
-
-def _is_section(owner: type, name: str) -> bool:
-    return dataclasses.is_dataclass(section_types(owner)[name])
-
-
-def _table(section: type, names: list[str], prefix: str) -> str:
+def _table(section: Section) -> str:
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    fields = {field.name: field for field in dataclasses.fields(section)}
-    for name in names:
-        field = fields[name]
-        bounds = [f"{label} {field.metadata[bound]:g}" for bound, label in _BOUNDS if bound in field.metadata]
-        meaning = field.metadata["doc"] + (f" ({', '.join(bounds)})" if bounds else "")
-        cells = [f"`{prefix}{name}`", _type(section_types(section)[name]), _default(field), meaning]
+    for key in section.keys:
+        meaning = key.meaning + (f" ({', '.join(key.bounds)})" if key.bounds else "")
+        cells = [f"`{key.key}`", key.type, _default(key.default), meaning]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 
 
-_BOUNDS = (("at_least", "at least"), ("above", "above"), ("at_most", "at most"))
-
-
-def _type(kind: Any) -> str:
-    if typing.get_origin(kind) is typing.Union:
-        return " | ".join("null" if part is type(None) else _type(part) for part in typing.get_args(kind))
-    if typing.get_origin(kind) is typing.Literal:
-        return " | ".join(f"`{yaml_word(value)}`" for value in typing.get_args(kind))
-    return kind.__name__ if not typing.get_args(kind) else re.sub(r"(?:\w+\.)+(\w+)", r"\1", str(kind))
-
-
-def _default(field: dataclasses.Field[Any]) -> str:
-    value = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+def _default(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -97,6 +97,12 @@ def saved_identity(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / "controller.json").read_text())["identity"]
 
 
+def saved_provenance(checkpoint: Path) -> dict[str, Any]:
+    """Provenance of the start that wrote the checkpoint; empty for checkpoints of earlier versions of megarl."""
+    provenance: dict[str, Any] = json.loads((checkpoint / "controller.json").read_text()).get("provenance", {})
+    return provenance
+
+
 def check_identity(checkpoint: Path, identity: dict[str, Any]) -> None:
     """Raise RecipeError, with the key that differs, if `checkpoint` does not have the run's `identity`."""
     saved = saved_identity(checkpoint)

@@ -208,8 +208,8 @@ class Checkpoints:
             self.log.notice(f"a later checkpoint, which this run abandons, is kept as {path}")
 
     def _save(self, step: int, prepare: Callable[[], None] | None = None) -> None:
-        """Save the weights and the controller's state: step, identity, the step's metrics, source, adapted KL weight and gradient
-        norms.
+        """Save the weights and the controller's state: step, identity, provenance, the step's metrics, source, adapted KL weight
+        and gradient norms.
 
         prepare: set if the run ends now. Then do not wait for running groups, and call it before the weights are saved: it
         may end engines, and the state contains their samples.
@@ -222,6 +222,7 @@ class Checkpoints:
             state = {
                 "step": step,
                 "identity": self.identity,
+                "provenance": self.log.provenance,
                 # The step's line is not written yet, and a kill must not lose it.
                 "metrics": self.log.pending() if self.log.next_step == step else {},
                 "source": self.source.state(interrupted=prepare is not None),

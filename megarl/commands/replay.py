@@ -86,12 +86,13 @@ def run_starts(
     return 0
 
 
-def check_overrides(overrides: Sequence[str]) -> None:
-    """Raise ValueError if an override sets what this command sets."""
-    fixed = [override for override in overrides if override.partition("=")[0] in _FIXED]
-    if fixed:
+def check_overrides(overrides: Sequence[str], command: str = "replay", fixed: Sequence[str] = _FIXED) -> None:
+    """Raise ValueError if an override sets one of the settings `fixed`, which the command sets."""
+    wrong = [override for override in overrides if override.partition("=")[0] in fixed]
+    if wrong:
+        bundle = " (--out for a bundle)" if command == "replay" else ""
         raise ValueError(
-            f"megarl replay sets {', '.join(_FIXED)} itself, got {fixed[0]}: use --name (--out for a bundle), which may be a path"
+            f"megarl {command} sets {', '.join(fixed)} itself, got {wrong[0]}: use --name{bundle}, which may be a path"
         )
 
 

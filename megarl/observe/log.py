@@ -52,12 +52,20 @@ class RunLog:
     """
 
     def __init__(
-        self, recipe: Recipe, run_dir: RunDirectory | Path, first_step: int, total_steps: int, trained_steps: int = 0
+        self,
+        recipe: Recipe,
+        run_dir: RunDirectory | Path,
+        first_step: int,
+        total_steps: int,
+        trained_steps: int = 0,
+        provenance: Mapping[str, Any] | None = None,
     ) -> None:
-        """trained_steps: of the checkpoint, which may contain step `first_step` already: its samples are kept."""
+        """trained_steps: of the checkpoint, which may contain step `first_step` already: its samples are kept.
+        provenance: of this start (megarl/preflight/provenance.py); None: unknown."""
         self.run_dir = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(run_dir)
         self.next_step = first_step
         self._recipe, self._total_steps = recipe, total_steps
+        self.provenance: dict[str, Any] = dict(provenance or {})
         self._guard = threading.RLock()
         self._pending: dict[str, Any] = {}
         self._non_finite: set[str] = set()
@@ -88,7 +96,8 @@ class RunLog:
         self._productive = productive_seconds(read_metrics(self.run_dir.metrics))
         self._sessions = read_sessions(self.run_dir.summary, restart_cause())
         process = {"pid": os.getpid(), "host": socket.gethostname()}
-        self._sessions.append({"first_step": first_step, "began": time.time(), "status": "running", **process})
+        start = {"first_step": first_step, "began": time.time(), "status": "running", **process}
+        self._sessions.append({**start, "provenance": self.provenance})
         self._reserve = Reserve(self.run_dir.path / ".reserve")
         self._parts.callback(self._reserve.release)
         self._write_summary("running", None)
@@ -160,6 +169,10 @@ class RunLog:
             self._clock = now
         self._write_summary("running", None)
         self._alerts.send("start", f"the first step is {self.next_step} of {self._total_steps}", self.next_step)
+
+    def add_provenance(self, facts: Mapping[str, Any]) -> None:
+        """Add facts to the provenance of this start, such as its hosts. `begin` and the end of the run write them."""
+        self.provenance.update(facts)
 
     def reached(self, text: str) -> None:
         """Show the progress of the start on the console. It is not written to a file."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.errors import pluralize
 from megarl.observe.console import clock
+from megarl.platform.installed import differences, megarl_text, versions_text
 
 _FAULTS = {"failure": ("failure",), "killed": ("kill",), "death": ("death", "deaths"), "rollback": ("rollback",)}
 _LOST = {
@@ -21,7 +22,7 @@ _LOST = {
 }
 
 Session = dict[str, Any]
-"""An entry of `sessions` in summary.json: first_step, began, status; and, once they are known, start, ended and error."""
+"""An entry of `sessions` in summary.json: first_step, began, status, provenance; and, once they are known, start, ended and error."""
 Line = Mapping[str, float]
 """A line of metrics.jsonl."""
 
@@ -135,6 +136,49 @@ def time_text(time: Mapping[str, Any]) -> str:
 def _lost_text(time: Mapping[str, Any]) -> str:
     parts = [f"{name} {clock(time[key])}" for key, name in _LOST.items() if time[key] >= 0.5]
     return f"; {', '.join(parts)}" if parts else ""
+
+
+def provenance_lines(sessions: Sequence[Session]) -> list[tuple[str, str]]:
+    """Return (label, text) of the last start's provenance; an empty list if it is unknown.
+
+    Earlier starts have a line each if their installation was another one.
+    """
+    last = sessions[-1].get("provenance") if sessions else None
+    if not last:
+        return []
+    lines = [("megarl", megarl_text(last)), ("Versions", versions_text(last.get("versions", {})))]
+    for number, session in enumerate(sessions[:-1], start=1):
+        earlier = session.get("provenance") or {}
+        known = "versions" in earlier
+        changes = [f"with {name} {old}" for name, old, _ in differences(earlier, last)] if known else ["unknown"]
+        if changes:
+            lines.append((f"Start {number}, step {session.get('first_step')}", ", ".join(changes)))
+    lines.append(("System", str(last.get("system", "unknown"))))
+    if "hosts" in last:
+        lines += [("Hosts", hosts_text(last["hosts"])), ("Trainers' devices", devices_text(last["devices"]))]
+    keys = {
+        "Command": "command",
+        "Folder": "folder",
+        "Recipe's digest": "recipe",
+        "Data's digest": "data",
+        "Weights' digest": "weights",
+    }
+    return [*lines, *((label, str(last[key])) for label, key in keys.items() if key in last)]
+
+
+def hosts_text(hosts: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the machines of a run with their processes: ``node-1: 8 trainers, 2 engines; node-2: 8 trainers``."""
+    parts = []
+    for machine, roles in hosts.items():
+        counts = ", ".join(pluralize(count, role.removesuffix("s")) for role, count in roles.items())
+        parts.append(f"{machine}: {counts}")
+    return "; ".join(parts)
+
+
+def devices_text(devices: Mapping[str, Any]) -> str:
+    """Return the trainers' devices: ``8 x NVIDIA H100 80GB HBM3 (cuda)``."""
+    names = ", ".join(f"{count} x {name}" for name, count in devices["trainers"].items())
+    return f"{names} ({devices['kind']})"
 
 
 def first_line(text: str) -> str:

@@ -122,6 +122,11 @@ def devices(user_file: Path | None = None) -> dict[str, Device]:
     return {**table, **_Entries(user_file, _read(user_file), table).devices()}
 
 
+def device_of_machine(machine: str) -> str | None:
+    """Return the device of a machine that a recipe's header names; a header may name a device of the table itself."""
+    return DEVICES_OF.get(machine) or (machine if machine in _packaged() else None)
+
+
 def device_named(name: str, user_file: Path | None = None) -> Device:
     """Return the device `name` of `devices`, in any case. Raises InputError with the nearest name if it is unknown."""
     table = devices(user_file)

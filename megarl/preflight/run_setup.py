@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl import platform as platforms
-from megarl.checkpoint.identity import CONTENTS, data_digest, identity_of
+from megarl.checkpoint.identity import CONTENTS, data_digest, identity_of, saved_provenance
 from megarl.preflight.data import Prepared
 from megarl.preflight.engines_and_devices import check_device
 from megarl.preflight.hub_inputs import Commits, fetch_inputs, training_inputs
+from megarl.preflight.provenance import changed_since, provenance_of
 from megarl.preflight.recipe.general import validate
 from megarl.preflight.replay import open_tape
 from megarl.preflight.run_directory import RunPlace, open_run_directory
@@ -30,6 +31,7 @@ class RunSetup:
     place: RunPlace
     tape: RunTape | None  # None: this run has no tape (`cannot_replay`)
     hub_commits: Commits = field(default_factory=dict)  # of models and data sets on the hub
+    provenance: dict[str, Any] = field(default_factory=dict)  # of this start
 
     @property
     def notices(self) -> list[str]:
@@ -51,4 +53,7 @@ def prepare_run(recipe: Recipe) -> RunSetup:
     identity = identity_of(recipe, prepared.model, prepared.critic_model, prepared.rows_of_sets)
     identity[CONTENTS] = data_digest(recipe.data)
     place = open_run_directory(recipe, identity)
-    return RunSetup(recipe, prepared, platform, place, open_tape(recipe, place), commits)
+    provenance = provenance_of(recipe, identity)
+    if place.checkpoint is not None and (before := saved_provenance(place.checkpoint)):
+        place.notices.extend(changed_since(before, provenance))
+    return RunSetup(recipe, prepared, platform, place, open_tape(recipe, place), commits, provenance)

@@ -11,6 +11,14 @@ from megarl.errors import RecipeError
 
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET = re.compile(
+    r"token$|secret|passw|passphrase|pwd|auth|credential|bearer|(api|access|private|ssh)[_-]?key", re.IGNORECASE
+)
+
+
+def names_secret(name: str) -> bool:
+    """Return whether a setting or an argument with this name usually has a secret as its value, as `hf_token`."""
+    return _SECRET.search(name) is not None
 
 
 def check_url(section: str, text: str) -> None:

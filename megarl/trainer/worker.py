@@ -106,7 +106,8 @@ class Worker:
 
     def describe(self) -> dict[str, Any]:
         """Return this rank's coordinates in the parallel layout, its process and its model."""
-        process = {"host": host_id(), "pid": os.getpid(), "device_name": self.platform.device_name()}
+        process = {"host": host_id(), "machine": socket.gethostname(), "pid": os.getpid()}
+        process |= {"device_name": self.platform.device_name()}
         return {**asdict(self.trainer.coordinates), **process, **self.trainer.describe()}
 
     def sees(self, path: str) -> tuple[str, bool]:

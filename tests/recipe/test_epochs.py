@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megarl.commands.plan.count.rank_client import RankClient, RankRequest
 from megarl.errors import RecipeError
 from megarl.preflight.environment import warmup_notice
 from megarl.preflight.load import load_recipe
@@ -94,3 +95,12 @@ def test_a_run_records_its_steps(quickstart_data: Path, tmp_path: Path) -> None:
     late = ["observe.profile_steps=[100000]", "observe.profile_ranks=[0]"]
     with pytest.raises(RecipeError, match="100000 is out of range"):  # known only with the rows
         prepare_run(load_recipe(QUICKSTART, [*names, "train.epochs=1", *late]))
+
+
+def test_plan_counts_a_recipe_with_epochs() -> None:
+    """The recipe of a counting process has every key, and one with `steps` and `epochs` would be refused."""
+    recipe = Recipe()
+    recipe.train.epochs = 2.0
+    with RankClient() as client:
+        file = RankRequest(recipe, 0).payload(client._file)["recipe"]
+        assert load_recipe(file, check=False).model == recipe.model

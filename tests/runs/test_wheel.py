@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl import __version__
 from tests.support.stack import ROOT, metrics
 from tests.support.training_runs import settings
 
@@ -50,6 +51,24 @@ def test_the_package_is_the_wheels(site: Path, folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(site)}
     shown = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
     assert shown.stdout.startswith(str(site)), shown.stdout + shown.stderr
+
+
+def test_the_package_is_typed(site: Path) -> None:
+    """Type checkers read annotations of an installed package only with this file (PEP 561)."""
+    assert (site / "megarl" / "py.typed").is_file()
+
+
+def test_the_version(site: Path, folder: Path) -> None:
+    """The wheel's files are in no work tree, so no commit is named."""
+    done = megarl(site, folder, "--version")
+    (metadata,) = site.glob("megarl-*.dist-info")
+    assert done.stdout.splitlines()[0] == f"megarl {__version__}" and metadata.name == f"megarl-{__version__}.dist-info"
+
+
+def test_a_first_recipe(site: Path, folder: Path) -> None:
+    """`init` needs no recipe of the checkout as a base."""
+    done = megarl(site, folder, "init", "first.yaml", "--task", "dapo", "--devices", "2 cpu", "--defaults")
+    assert done.returncode == 0 and (folder / "first.yaml").is_file(), done.stderr
 
 
 def test_plan(site: Path, folder: Path) -> None:

@@ -19,7 +19,7 @@ from megarl.commands.accept.settings import FILE, Settings, parse_stages, read_s
 from megarl.commands.doctor.machine import Machine
 from megarl.commands.doctor.platform_detection import torch_sees
 from megarl.errors import InputError, as_input_error
-from megarl.platform.device_table import DEVICES_OF, device_named
+from megarl.platform.device_table import device_named, device_of_machine
 from megarl.platform.kinds import kind_of
 from megarl.preflight.load import load_recipe
 from megarl.recipe.header import hardware_of
@@ -165,7 +165,7 @@ def _needs_ray(nodes: int, option: str) -> InputError:
 def _planned_devices(recipe: Path | None, device: str) -> int:
     """Return the devices of a node for `--expect` on a machine without such devices: of the recipe's header, else 0 (unknown)."""
     machine = None if recipe is None else hardware_of(recipe)
-    name = None if machine is None else DEVICES_OF.get(machine[0])
+    name = None if machine is None else device_of_machine(machine[0])
     return machine[2] if machine is not None and name is not None and device_named(name).kind == device else 0
 
 

@@ -11,17 +11,16 @@
 from __future__ import annotations
 
 import json
-import platform
 import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from megarl.platform.version_sets import version_of
+from megarl import __version__
+from megarl.platform.installed import installed_versions
 
 BUNDLE_FORMAT = 1
 DESCRIPTION = "bundle.json"
 RECORDED, FILES, MODULES = "recorded", "files", "modules"
-_LIBRARIES = ("megarl", "torch", "vllm", "transformers", "megatron-core", "ray", "numpy")
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,8 @@ class Description:
 
 
 def installed_libraries() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that determine a run's numbers; absent ones are left out."""
-    versions = {name: version for name in _LIBRARIES if (version := version_of(name)) is not None}
-    return {"python": platform.python_version(), **versions}
+    """Return the versions of megarl, of Python and of the libraries that determine a run's numbers; absent ones are left out."""
+    return {"megarl": __version__, **installed_versions()}
 
 
 def portable_error(text: str, folder: str) -> str:

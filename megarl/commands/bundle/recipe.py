@@ -15,10 +15,8 @@ from megarl.recipe.environment import EnvironmentConfig
 from megarl.recipe.observe import AlertsConfig
 from megarl.recipe.paths import with_paths
 from megarl.recipe.schema import Recipe
+from megarl.recipe.urls import names_secret
 
-_SECRET = re.compile(
-    r"token$|secret|passw|passphrase|pwd|auth|credential|bearer|(api|access|private|ssh)[_-]?key", re.IGNORECASE
-)
 _URL = re.compile(r"([a-z][a-z0-9+.-]*://)(?:[^/?#]*@)?([^?#]*)", re.IGNORECASE)
 _SECTIONS = ("rollout", "judge", "teacher")  # with arguments of an engine
 
@@ -64,7 +62,7 @@ def _left_out(recipe: Recipe) -> list[str]:
     texts = [f"cluster.environment: {', '.join(variables)} (export the ones that change numbers)"] if variables else []
     for section in _SECTIONS:
         for name, value in _named_values(f"{section}.engine_args", getattr(recipe, section).engine_args):
-            if _SECRET.search(name.rpartition(".")[2]):
+            if names_secret(name.rpartition(".")[2]):
                 texts.append(f"{name}: it may be a secret")
             elif isinstance(value, str) and _bare(value) != value:
                 texts.append(f"{name}: {_shown(value)}")
@@ -92,7 +90,7 @@ def _shown(url: str) -> str:
 def _without_secrets(value: Any) -> Any:
     """Return an engine's arguments without the ones named like a secret, at any depth, and with bare URLs."""
     if isinstance(value, dict):
-        return {name: _without_secrets(part) for name, part in value.items() if not _SECRET.search(str(name))}
+        return {name: _without_secrets(part) for name, part in value.items() if not names_secret(str(name))}
     if isinstance(value, list):
         return [_without_secrets(part) for part in value]
     return _bare(value) if isinstance(value, str) else value
@@ -100,7 +98,7 @@ def _without_secrets(value: Any) -> Any:
 
 def _named_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the values in nested settings with their names, such as `kv_config.url`; one with a secret's name as a whole."""
-    if isinstance(value, dict) and not _SECRET.search(name.rpartition(".")[2]):
+    if isinstance(value, dict) and not names_secret(name.rpartition(".")[2]):
         for key, part in value.items():
             yield from _named_values(f"{name}.{key}", part)
     elif isinstance(value, list):

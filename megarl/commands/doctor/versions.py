@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megarl.commands.doctor.machine import Machine
+from megarl.platform.installed import STACK
 from megarl.platform.kinds import KINDS
 from megarl.platform.version_sets import VersionSet, meets
 
@@ -36,9 +37,8 @@ MINIMUM_VERSIONS = (
 
 
 def installed_versions(machine: Machine) -> dict[str, str]:
-    """Return the installed versions of the packages in the version sets."""
-    names = sorted({name for versions in SETS for name in versions.packages})
-    return {name: version for name in names if (version := machine.version(name)) is not None}
+    """Return the installed versions of the stack's packages."""
+    return {name: version for name in STACK if (version := machine.version(name)) is not None}
 
 
 def nearest_set(machine: Machine, sets: Iterable[VersionSet]) -> VersionSet:

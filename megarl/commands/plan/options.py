@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.errors import InputError, pluralize
-from megarl.platform.device_table import DEVICES_OF, HOST_MEMORY_OF, Device, device_named, devices
+from megarl.platform.device_table import HOST_MEMORY_OF, Device, device_named, device_of_machine, devices
 from megarl.recipe.header import hardware_of
 
 SECONDS = 120.0
@@ -88,7 +88,7 @@ def device_of(path: Path, name: str | None, table: Path | None) -> tuple[Device 
     """
     all_devices = devices(table)  # reports faults in the file even if it is not used
     machine = hardware_of(path)
-    head_device = DEVICES_OF.get(machine[0]) if machine is not None else None
+    head_device = device_of_machine(machine[0]) if machine is not None else None
     if name is None and head_device is None:
         return None, []
     device = device_named(name or str(head_device), table)

@@ -20,7 +20,7 @@ from megarl.observe.metrics import restore_non_finite
 from megarl.observe.report.curves import MAX_POINTS, rounded, series
 from megarl.observe.report.samples import embedded_samples
 from megarl.observe.run_dir import RunDirectory
-from megarl.observe.sessions import effective_time, faults, time_text
+from megarl.observe.sessions import effective_time, faults, provenance_lines, time_text
 from megarl.observe.sources import limit_curves, report_tables
 from megarl.observe.trace import read_trace_tail
 
@@ -65,6 +65,7 @@ class ReportData:
     notices: list[dict[str, Any]]
     faults: list[dict[str, Any]]  # see `sessions.faults`
     recipe: str | None
+    provenance: list[tuple[str, str]]  # (label, value) of the last start; [] if it is unknown
     gaps: list[str] = field(default_factory=list)  # sentences about missing data
 
 
@@ -107,6 +108,7 @@ def collect(run_dir: RunDirectory) -> ReportData:
         notices=notices,
         faults=faults(sessions, notices),
         recipe=recipe,
+        provenance=provenance_lines(sessions),
         gaps=gaps,
     )
 

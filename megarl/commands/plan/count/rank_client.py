@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,8 @@ class RankClient:
         """Return the YAML file of a recipe, written once per recipe object."""
         if id(recipe) not in self._recipes:
             path = Path(self._directory.name) / f"{len(self._recipes)}.yaml"
-            path.write_text(to_yaml(recipe), encoding="utf-8")
+            counted = replace(recipe, train=replace(recipe.train, epochs=None))  # with `steps` it would be refused
+            path.write_text(to_yaml(counted), encoding="utf-8")
             self._recipes[id(recipe)] = recipe, str(path)  # keeps the recipe alive, so its id stays unique
         return self._recipes[id(recipe)][1]
 

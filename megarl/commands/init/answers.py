@@ -1,0 +1,151 @@
+"""The answers that determine a recipe, and their checks."""
+
+from __future__ import annotations
+
+import glob
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.errors import pluralize
+from megarl.hf import hub
+from megarl.platform.device_table import DEVICES_OF, Device, device_named, device_of_machine, devices
+from megarl.platform.kinds import KINDS, is_accelerator
+from megarl.registry import did_you_mean
+from megarl.rewards.base import SCORERS
+
+TASKS = {
+    "grpo": "reinforcement learning, GRPO",
+    "dapo": "reinforcement learning, DAPO: for long answers",
+    "sft": "supervised fine-tuning on demonstrations",
+    "dpo": "preferences: pairs of a chosen and a rejected answer",
+}
+ROWS = "rows"
+"""Reward of rows whose `data_source` selects the scorer."""
+_REQUIRE_MORE = ("judge",)  # scorers that need a section of their own in the recipe
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Machines of a run. kind: value of cluster.device. name: as a recipe's header names them; None: not in the table."""
+
+    nodes: int
+    per_node: int
+    kind: str
+    name: str | None = None
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.per_node
+
+    @property
+    def device(self) -> Device | None:
+        """The device's entry in the table; None: its memory is unknown."""
+        name = device_of_machine(self.name) if self.name is not None else None
+        return device_named(name) if name is not None else None
+
+    @property
+    def accelerated(self) -> bool:
+        return is_accelerator(self.kind)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Checked answers. files: of the training rows. reward: None for tasks without one."""
+
+    task: str
+    model: str
+    files: tuple[str, ...]
+    machines: Machines
+    reward: str | None
+
+    @property
+    def samples(self) -> bool:
+        """Whether engines sample responses."""
+        return samples(self.task)
+
+
+def samples(task: str) -> bool:
+    return task in ("grpo", "dapo")
+
+
+def check_task(text: str) -> str:
+    if text.lower() not in TASKS:
+        raise ValueError(f"the task {text!r} is unknown: {', '.join(TASKS)}")
+    return text.lower()
+
+
+def check_model(text: str) -> str:
+    """Return the model. Raises ValueError for what is neither a folder nor a name on the hub."""
+    if Path(text).is_dir():
+        if not (Path(text) / "config.json").is_file():
+            raise ValueError(f"the folder {text} has no config.json, so it is not a Hugging Face model")
+    elif hub.model_name(text) is None:
+        raise ValueError(f"{text} is neither a folder nor a name on the hub (such as Qwen/Qwen3-8B)")
+    return text
+
+
+def check_files(text: str) -> tuple[str, ...]:
+    """Return the files of the training rows. Files that do not exist yet are allowed."""
+    files = tuple(filter(None, (file.strip() for file in text.split(","))))
+    if not files:
+        raise ValueError("name at least one file or data set")
+    for file in files:
+        if not file.startswith(hub.PREFIX) and not file.endswith((".parquet", ".jsonl")):
+            raise ValueError(
+                f"{file} ends neither in .parquet nor in .jsonl, and a data set on the hub begins with {hub.PREFIX}"
+            )
+    return files
+
+
+def check_reward(text: str) -> str:
+    """Return the reward: `rows`, a scorer, or the user's function, which may not exist yet."""
+    names = [ROWS, *(name for name in SCORERS.names() if name not in _REQUIRE_MORE)]
+    if text in names or re.fullmatch(r"[\w./-]+:\w+", text):
+        return text
+    raise ValueError(
+        f"the scorer {text!r} is unknown{did_you_mean(text, names)} Known: {', '.join(names)}; or your module:function"
+    )
+
+
+def read_machines(text: str) -> Machines:
+    """Parse ``8 H100``, ``2 x 8 910B``, ``16 Atlas 800T A3``, ``8 cuda`` or ``2 cpu``. Raises ValueError."""
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\d+)\s+(\S.*?)\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no number and kind of devices: write e.g. '8 H100', '2 x 8 H100' or '2 cpu'")
+    nodes, count, name = int(match[1] or 1), int(match[2]), match[3]
+    if nodes < 1 or count < 1:
+        raise ValueError(f"{text!r}: a run needs at least one device")
+    kinds = [kind.name for kind in KINDS]
+    if name.lower() in kinds:
+        return Machines(nodes, count, name.lower())
+    by_lower = {machine.lower(): machine for machine in known_machines()}
+    if name.lower() not in by_lower:
+        raise ValueError(
+            f"the device {name!r} is unknown{did_you_mean(name, [*by_lower.values(), *kinds])} Known: {', '.join([*by_lower.values(), *kinds])}"
+        )
+    machine = by_lower[name.lower()]
+    device = device_named(str(device_of_machine(machine)))
+    if match[1] is None and count > device.per_node:  # several machines
+        if count % device.per_node:
+            most = pluralize(device.per_node, "device")
+            raise ValueError(
+                f"{text!r}: a machine has {most} of this kind; write e.g. '2 x {device.per_node} {machine}'"
+            )
+        nodes, count = count // device.per_node, device.per_node
+    return Machines(nodes, count, device.kind, machine)
+
+
+def known_machines() -> list[str]:
+    """Return the names of accelerators and their machines that the table has."""
+    kinds = {kind.name for kind in KINDS}  # the table's CPU is a kind, too
+    return [name for name in dict.fromkeys([*DEVICES_OF, *devices()]) if name.lower() not in kinds]
+
+
+def devices_here() -> str:
+    """Return this machine's devices as an answer: ``8 cuda``, or ``2 cpu`` without an accelerator."""
+    for kind in KINDS:
+        count = len(glob.glob(kind.files)) if kind.files else 0
+        if count:
+            return f"{count} {kind.name}"
+    return "2 cpu"

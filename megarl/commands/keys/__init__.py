@@ -1,0 +1,1 @@
+"""`megarl keys`: the settings of a recipe, described."""
