@@ -20,7 +20,9 @@ from megarl.commands.data.command import app as data_app
 from megarl.commands.engines.cli_options import engines_command
 from megarl.commands.model.command import app as model_app
 from megarl.commands.plan import cli_options
+from megarl.commands.report import report_command
 from megarl.commands.simulate import cli_options as simulate_options
+from megarl.commands.view.cli_command import view_command
 from megarl.errors import as_input_error
 from megarl.exit_status import guarded, leave
 from megarl.recipe.former_names import FormerNameWarning
@@ -82,17 +84,8 @@ def export_command(
     export(run_path, out, step, critic=critic)
 
 
-@app.command()
-def report(
-    run_path: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")], debug: Debug = False
-) -> None:
-    """Write RUN/report.html: curves, timeline and samples in one file that works offline."""
-    from megarl.commands.report import report as write
-
-    with as_input_error():
-        path = write(run_path)
-    typer.echo(path)
-
+app.command(name="report")(report_command)
+app.command(name="view")(view_command)
 
 LogPath = typer.Argument(help="A run's directory, or a verl log: console output, JSONL or TensorBoard events.")
 
