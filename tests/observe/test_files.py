@@ -26,7 +26,7 @@ from megarl.observe.json_lines import json_line
 from megarl.observe.log import RunLog
 from megarl.observe.metrics import MetricsLog, read_metrics
 from megarl.observe.run_dir import RunDirectory
-from megarl.observe.samples import choose, discard_samples_after, read_samples, sample_steps, write_samples
+from megarl.observe.samples import choose, discard_steps_after, read_samples, sample_steps, write_samples
 from megarl.observe.trace import Trace, read_trace_tail
 from tests.support.log_recipe import make_recipe
 
@@ -313,7 +313,7 @@ def test_whole_groups_are_chosen_evenly() -> None:
 def test_samples_of_discarded_steps_are_moved(run_dir: RunDirectory) -> None:
     for step in (1, 2, 3):
         write_samples(run_dir, step, [{"response": str(step)}], limit=1)
-    assert discard_samples_after(run_dir, 1) == 2
+    assert discard_steps_after(run_dir.samples, 1) == 2
     assert sample_steps(run_dir) == [1]
     assert sorted(path.name for path in (run_dir.samples / "discarded").iterdir()) == [
         "step_000002.jsonl",

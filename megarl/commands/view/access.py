@@ -25,9 +25,7 @@ _ALWAYS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-_NO_TOKEN = (
-    "This page needs the token of `megarl view`: open the URL that the command has printed, or append ?token=... to the address.\n"
-)
+_NO_TOKEN = "This page needs the token of `megarl view`: open the URL that the command has printed, or append ?token=... to the address.\n"
 
 
 class Access:
@@ -61,7 +59,8 @@ class Access:
         headers = Headers(scope=scope)
         if not self._allows_host(headers.get("host", "")):
             return PlainTextResponse(
-                "This host name is not allowed. Use localhost or 127.0.0.1, or start `megarl view` with --host NAME.\n", 400
+                "This host name is not allowed. Use localhost or 127.0.0.1, or start `megarl view` with --host NAME.\n",
+                400,
             )
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("Only GET is allowed.\n", 405, {"Allow": "GET, HEAD"})

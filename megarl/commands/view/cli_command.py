@@ -14,7 +14,9 @@ def view_command(
     port: Annotated[
         Optional[int], typer.Option(min=0, max=65535, help="Port; 0: any. Default: the first free one from 8421 on.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on. Others than 127.0.0.1 open the page to the network.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Others than 127.0.0.1 open the page to the network.")
+    ] = "127.0.0.1",
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Show runs on a page in the browser, also while they train: curves, time, samples token by token, recipes."""

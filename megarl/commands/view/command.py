@@ -48,7 +48,9 @@ def start_text(runs: list[ViewedRun], host: str, port: int, token: str) -> str:
     if is_open:
         lines.append("Whoever has this address can read the runs. Traffic is not encrypted.")
     else:
-        lines.append(f"From another machine: ssh -L {port}:localhost:{port} {socket.gethostname()}, then open this address there.")
+        lines.append(
+            f"From another machine: ssh -L {port}:localhost:{port} {socket.gethostname()}, then open this address there."
+        )
     lines.append("Ctrl-C ends the page; it does not affect the runs.")
     return "\n".join(lines)
 
@@ -59,7 +61,9 @@ def listen(host: str, port: int | None) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
-        raise InputError(f"--host {host}: {error.strerror}. Give an address of this machine, as in --host 0.0.0.0.") from error
+        raise InputError(
+            f"--host {host}: {error.strerror}. Give an address of this machine, as in --host 0.0.0.0."
+        ) from error
     for number in tried:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -114,7 +114,9 @@ def _json(answer: Callable[[Request], Mapping[str, Any]]) -> Callable[[Request],
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
         except OSError as error:
-            raise HTTPException(503, f"{error.filename or 'a file of the run'} could not be read: {error.strerror}") from error
+            raise HTTPException(
+                503, f"{error.filename or 'a file of the run'} could not be read: {error.strerror}"
+            ) from error
 
     return endpoint
 

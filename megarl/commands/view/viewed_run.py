@@ -106,9 +106,7 @@ class ViewedRun:
             self._update()
             return self._metrics.names
 
-    def curves(
-        self, names: list[str], *, smoothing: float, x: str, since: tuple[int, int] | None
-    ) -> dict[str, Any]:
+    def curves(self, names: list[str], *, smoothing: float, x: str, since: tuple[int, int] | None) -> dict[str, Any]:
         """Return curves of the metrics `names`. since: (epoch, lines) that the page has; None: nothing.
 
         ``whole``: the curves replace what the page has; otherwise they continue it.
