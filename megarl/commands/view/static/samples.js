@@ -140,18 +140,26 @@ export function createSamples(root, app) {
     row.setAttribute("aria-selected", "true");
     if (!opened) { detail.replaceChildren(); return; }
     browser.classList.add("open");
+    root.classList.add("open");
     const place = { step: row.dataset.step, offset: row.dataset.offset };
     if (row.dataset.step === step.value) app.setParams({ step: following ? "" : step.value, offset: place.offset });
     row.scrollIntoView({ block: "nearest" });
     try {
       const record = await get(`runs/${run.id}/sample`, place);
       if (row.getAttribute("aria-selected") !== "true") return;
-      const back = h("button", { type: "button", class: "back", onclick: () => browser.classList.remove("open") }, "‹ samples");
+      const back = h("button", { type: "button", class: "back", onclick: () => close(row) }, "‹ samples");
       detail.replaceChildren(back, ...sampleParts(record), ...tokenPanel(record));
       detail.scrollTop = 0;
     } catch (error) {
       detail.replaceChildren(h("p", { class: "error" }, error.message));
     }
+  }
+
+  // On a narrow screen the list and a sample replace each other.
+  function close(row) {
+    browser.classList.remove("open");
+    root.classList.remove("open");
+    row.scrollIntoView({ block: "center" });
   }
 
   function choose(by) {
