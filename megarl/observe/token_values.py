@@ -39,7 +39,9 @@ def token_records(
             if token not in texts:
                 texts[token] = token_text(token, tokenizer)
         columns = {"rollout_log_probs": tokens.rollout_log_probs, **vectors.get(number, {})}
-        values = {name: [_rounded(value) for value in column[part].tolist()] for name, column in columns.items()}
+        values: dict[str, list[float] | list[int]] = {
+            name: [_rounded(value) for value in column[part].tolist()] for name, column in columns.items()
+        }
         values["mask"] = [int(value) for value in tokens.loss_mask[part]]
         values["versions"] = _versions(sample)[: len(ids)]
         place = {"group": group.number, "index": sample.index}

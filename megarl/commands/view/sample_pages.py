@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,8 +64,9 @@ class SampleFilter:
     def accepts_group(self, records: Sequence[Mapping[str, Any]]) -> bool:
         if not self.spread:
             return True
-        rewards = {_number(record.get("reward")) for record in records}
-        return (len(rewards) > 1) == (self.spread == "some")
+        rewards = [_number(record.get("reward")) for record in records]
+        different = {reward for reward in rewards if not math.isnan(reward)}
+        return (len(different) > 1) == (self.spread == "some")
 
     def accepts(self, record: Mapping[str, Any]) -> bool:
         reward = _number(record.get("reward"))
@@ -218,4 +220,4 @@ def _number(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        return float("nan")
+        return math.nan
