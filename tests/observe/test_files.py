@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
@@ -264,6 +265,25 @@ def test_a_second_run_is_refused_with_the_first_runs_process(tmp_path: Path) -> 
     assert refused.returncode != 0 and f"process {os.getpid()}" in errors
     second.unlock()
     assert RunDirectory(tmp_path).lock() is None
+
+
+def test_a_reader_that_looks_at_the_lock_does_not_stop_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`holder` of another process has a shared lock for a moment."""
+    run = RunDirectory(tmp_path)
+    run.lock()
+    run.unlock()
+    reader = os.open(tmp_path / "run.lock", os.O_RDONLY)
+    fcntl.flock(reader, fcntl.LOCK_SH)
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            fcntl.flock(reader, fcntl.LOCK_UN)
+
+    monkeypatch.setattr("megarl.observe.run_dir.time.sleep", pause)
+    assert run.lock() is None and len(pauses) == 2
+    os.close(reader)
 
 
 def test_has_results(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+SECONDS = 60  # for an answer on a busy machine
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -23,8 +24,6 @@ class Chromium:
     """One page of a headless browser. Collects the errors of the page's console in `errors`."""
 
     def __init__(self, profile: Path) -> None:
-        from websockets.sync.client import connect
-
         program = chromium_path()
         assert program is not None
         options = [
@@ -43,12 +42,21 @@ class Chromium:
         )
         self.errors: list[str] = []
         self._number = 0
-        port = self._port(profile / "DevToolsActivePort")
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json") as answer:
-            page = next(target for target in json.load(answer) if target["type"] == "page")
-        self._socket = connect(page["webSocketDebuggerUrl"], max_size=None)
+        try:
+            self._socket = self._connect(profile / "DevToolsActivePort")
+        except BaseException:
+            self._end()
+            raise
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+
+    def _connect(self, port_file: Path) -> Any:
+        from websockets.sync.client import connect
+
+        port = self._port(port_file)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=SECONDS) as answer:
+            page = next(target for target in json.load(answer) if target["type"] == "page")
+        return connect(page["webSocketDebuggerUrl"], max_size=None, open_timeout=SECONDS)
 
     def _port(self, file: Path) -> int:
         for _ in range(1200):
@@ -62,7 +70,7 @@ class Chromium:
         self._number += 1
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
         while True:
-            message = json.loads(self._socket.recv(timeout=120))
+            message = json.loads(self._socket.recv(timeout=2 * SECONDS))
             if message.get("id") == self._number:
                 assert "error" not in message, message
                 return message["result"]
@@ -109,5 +117,8 @@ class Chromium:
 
     def close(self) -> None:
         self._socket.close()
+        self._end()
+
+    def _end(self) -> None:
         self._process.terminate()
-        self._process.wait(30)
+        self._process.wait(SECONDS)
