@@ -65,15 +65,15 @@ class Access:
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("Only GET is allowed.\n", 405, {"Allow": "GET, HEAD"})
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        given = [value for name, value in query if name == "token"]
-        if given:
-            if not self._is_token(given[0]):
+        tokens = [value for name, value in query if name == "token"]
+        if tokens:
+            if not self._is_token(tokens[0]):
                 return PlainTextResponse("Wrong token. " + _NO_TOKEN, 403)
             rest = urlencode([(name, value) for name, value in query if name != "token"])
             # A path that begins with two slashes would name another host.
             path = "/" + scope["path"].lstrip("/")
             answer = RedirectResponse(f"{path}?{rest}" if rest else path, 303)
-            answer.set_cookie(self._cookie, given[0], httponly=True, samesite="lax", path="/")
+            answer.set_cookie(self._cookie, tokens[0], httponly=True, samesite="lax", path="/")
             return answer
         if self._is_token(_bearer(headers)) or self._is_token(self._from_cookie(headers)):
             return self._app

@@ -46,7 +46,7 @@ def start_text(runs: list[ViewedRun], host: str, port: int, token: str) -> str:
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     lines = [f"{names}: http://{f'[{name}]' if ':' in name else name}:{port}/?token={quote(token)}"]
     if is_open:
-        lines.append("Whoever has this address can read the runs. Traffic is not encrypted.")
+        lines.append("Everyone with this address can read the runs. Traffic is not encrypted.")
     else:
         lines.append(
             f"From another machine: ssh -L {port}:localhost:{port} {socket.gethostname()}, then open this address there."

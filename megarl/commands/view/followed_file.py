@@ -65,7 +65,7 @@ class FollowedFile:
 
 
 def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, line) from the line at `offset` on, without the newline. Reads as far as the caller iterates.
+    """Yield (offset, line) from the line at `offset` on, without the newline. Reads while the caller iterates.
 
     The last line is yielded even if it has no newline.
     """

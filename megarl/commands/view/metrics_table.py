@@ -87,7 +87,7 @@ class MetricsTable:
         return lines
 
     def curve(self, name: str, *, smoothing: float, x: str, after: int) -> dict[str, Any] | None:
-        """Return the curve of a metric from the first line after line `after`; None if there is no such point.
+        """Return the curve of a metric after line `after`; None without a point there.
 
         ``x``: steps, or hours of the steps so far (`x` is "hours"). ``y``: values, with gaps (None) for non-finite ones.
         ``smooth``: their running mean, without smoothing absent; see `smoothed`. A curve with more than `MAX_POINTS`

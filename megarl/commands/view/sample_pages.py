@@ -1,4 +1,4 @@
-"""Pages of samples: files are read from an offset on, as far as one page needs."""
+"""Pages of samples. A page reads its files from an offset on, and no further than it needs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class SamplePage:
 def sample_page(
     run_dir: RunDirectory, steps: Sequence[int], start: tuple[int, int], conditions: SampleFilter
 ) -> SamplePage:
-    """Return the samples from `start` (step, offset) on: to the end of that step's file, then those of earlier steps.
+    """Return the samples from `start` (step, offset) on: to the end of that step's file, then the files of earlier steps.
 
     Ends after `PAGE` accepted samples or `PAGE_BYTES`, at the end of a group.
     """

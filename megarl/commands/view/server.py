@@ -39,7 +39,7 @@ def make_app(runs: Sequence[ViewedRun], *, follow: bool, token: str, host: str, 
 
 
 class _Data:
-    """The answers of the API: each receives a request and returns what becomes JSON."""
+    """The answers of the API: each function receives a request and returns an object for JSON."""
 
     def __init__(self, runs: Sequence[ViewedRun], follow: bool) -> None:
         self._runs, self._follow = list(runs), follow
@@ -102,7 +102,7 @@ class _Data:
     def _run(self, request: Request) -> ViewedRun:
         number: int = request.path_params["run"]
         if number >= len(self._runs):
-            raise HTTPException(404, f"there is no run {number}; this page has {len(self._runs)}")
+            raise HTTPException(404, f"run {number} does not exist; this page has {len(self._runs)} runs, from 0")
         return self._runs[number]
 
 
