@@ -71,7 +71,7 @@ class ActorWorker(Worker):
     def load_shard(self, shard: Shard) -> None:
         super().load_shard(shard)
         self.numbers, self.token_kl = [sample.number for sample in shard.samples], {}
-        self.token_advantages, self.squares = [], []
+        self.token_advantages, self.squares, self.recorder.vectors = [], [], {}
 
     def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> MicroBatch:
         import torch
