@@ -193,7 +193,7 @@ def fit(
         )  # fmt: skip
         source.checkpoints = checkpoints
         profiling = Profiling(recipe.observe, actor, [], log, folder / "profile", 1.0)
-        tokenizer: Any = SimpleNamespace(decode=str)
+        tokenizer: Any = SimpleNamespace(decode=lambda ids, special=False: str(ids))
         run = Run(
             recipe, actor, None, None, source, placement, None, checkpoints, skipped, kl_weight, tokenizer, profiling,
             log, 1, None, restarts, Rollbacks.of(recipe.train),
