@@ -62,8 +62,6 @@ class Access:
                 "This host name is not allowed. Use localhost or 127.0.0.1, or start `megarl view` with --host NAME.\n",
                 400,
             )
-        if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse("Only GET is allowed.\n", 405, {"Allow": "GET, HEAD"})
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         tokens = [value for name, value in query if name == "token"]
         if tokens:

@@ -84,6 +84,17 @@ def test_following(tmp_path: Path, open_page: Open) -> None:
     assert overview["status"]["name"] == "stopped" and overview["error"] == "by the test"
 
 
+def test_an_evaluation_that_joins_a_step_sends_the_curves_again(tmp_path: Path, open_page: Open) -> None:
+    log = make_run(tmp_path, 3, live=True)
+    page = open_page(tmp_path)
+    epoch, lines = get(page, "runs/0/curves", name="actor/entropy")["since"]
+    log.evaluation(3, {"pass@1": 0.75})
+    answer = get(page, "runs/0/curves", name=["actor/entropy", "eval/pass@1"], epoch=epoch, lines=lines)
+    assert answer["whole"] and answer["since"] == [epoch + 1, lines]
+    assert answer["curves"]["eval/pass@1"]["x"] == [0, 3] and answer["curves"]["actor/entropy"]["x"] == [1, 2, 3]
+    log.close("finished")
+
+
 def test_a_killed_run_is_not_called_running(tmp_path: Path, open_page: Open) -> None:
     log = make_run(tmp_path, 1, live=True)
     page = open_page(tmp_path)
