@@ -66,7 +66,7 @@ class TokenRecorder:
             columns = latest if number in self.vectors else {**before, **latest}
             self.vectors.setdefault(number, {}).update(
                 {
-                    name: values[end - length : end].detach().float().cpu().numpy()
+                    name: values[end - length : end].detach().float().cpu().numpy().copy()
                     for name, values in columns.items()
                     if values is not None
                 }
