@@ -25,7 +25,9 @@ from megarl.commands.init.cli_options import init_command
 from megarl.commands.keys.command import keys_command
 from megarl.commands.model.command import app as model_app
 from megarl.commands.plan import cli_options
+from megarl.commands.report import report_command
 from megarl.commands.simulate import cli_options as simulate_options
+from megarl.commands.view.cli_command import view_command
 from megarl.errors import as_input_error
 from megarl.exit_status import guarded, leave
 from megarl.recipe.former_names import FormerNameWarning
@@ -106,17 +108,8 @@ def export_command(
     export(run_path, out, step, critic=critic)
 
 
-@app.command()
-def report(
-    run_path: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")], debug: Debug = False
-) -> None:
-    """Write RUN/report.html: curves, timeline and samples in one file that works offline."""
-    from megarl.commands.report import report as write
-
-    with as_input_error():
-        path = write(run_path)
-    typer.echo(path)
-
+app.command(name="report")(report_command)
+app.command(name="view")(view_command)
 
 app.command(name="compare")(compare_command)
 app.command(name="keys")(keys_command)

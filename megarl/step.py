@@ -13,11 +13,13 @@ from megarl.batching.flops import FORWARD
 from megarl.batching.metrics import mean_max_min
 from megarl.batching.plan import StepPlan
 from megarl.observe.samples import sample_records
+from megarl.observe.token_values import token_records
 from megarl.rollout.source import Batch
 from megarl.trainer.group import KLPenalty, VectorPart
 from megarl.trainer.passes import CriticPass, StepPasses, passes_of
 from megarl.trainer.reference import log_reference
 from megarl.trainer.step_metrics import log_speed, log_update, staleness
+from megarl.trainer.token_recorder import recorded_samples
 from megarl.types import Metrics
 
 
@@ -133,3 +135,6 @@ def log_batch(run: Run, batch: Batch, plan: StepPlan, step: int) -> None:
         run.log.add(staleness(batch.groups, step - 1))
         groups = -(-run.recipe.observe.samples_per_step // run.recipe.rollout.samples_per_prompt)
         run.log.samples(step, sample_records(batch.groups, step, groups, run.tokenizer))
+        if (count := recorded_samples(run.recipe)) and batch.groups:
+            vectors = run.actor.recorded_tokens()
+            run.log.tokens(step, token_records(batch.groups[0], count, vectors, run.tokenizer))

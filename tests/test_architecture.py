@@ -56,6 +56,8 @@ HOMES = {
     "PIL": ("data/images.py", "commands/data/"),
     "pyseccomp": ("sandbox/syscalls.py",),
     "mcp": ("agents/mcp_tools.py",),
+    "starlette": ("commands/view/",),
+    "uvicorn": ("commands/view/",),
 }
 
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60

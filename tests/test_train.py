@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from megarl.algorithms.kl import KLWeight
@@ -20,6 +21,8 @@ from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.observe.log import RunLog
 from megarl.observe.profiling import Profiling
 from megarl.observe.run_dir import RunDirectory
+from megarl.observe.samples import read_samples
+from megarl.observe.token_values import read_token_values
 from megarl.recipe.schema import Recipe
 from megarl.step import training_step
 from megarl.train import run_steps
@@ -180,6 +183,35 @@ def test_order_of_a_step(recipe: Recipe, tmp_path: Path) -> None:
     assert names(calls_of_a_step(recipe, tmp_path)) == [
         "actor.load_shard", "actor.compute_old_log_probs", "actor.update_actor"
     ]  # fmt: skip
+
+
+class Pieces:
+    """A tokenizer that writes tokens as numbers."""
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        return "".join(f" {token}" for token in ids)
+
+
+@pytest.mark.parametrize(("kept", "recorded"), [(1, 1), (0, 0)])
+def test_tokens_of_the_first_samples_are_written_with_the_trainers_values(
+    recipe: Recipe, tmp_path: Path, kept: int, recorded: int
+) -> None:
+    recipe.observe.samples_per_step, recipe.observe.token_samples_per_step = 2, kept
+    calls = list[tuple[Any, ...]]()
+    with RunLog(recipe, tmp_path, 1, 1) as log:
+        run = build(recipe, tmp_path, log, [], calls=calls)
+        run.tokenizer = cast(Any, Pieces())
+        batch = run.source.take(1)
+        vectors = SampleTokens(np.arange(5), np.arange(5) > 1, np.zeros(5), "three tokens")
+        for sample in batch.groups[0].samples:
+            sample.data = InlineData([vectors] * 2)
+        training_step(run, batch, 1)
+    assert names(calls).count("actor.take_recorded_tokens") == recorded
+    run_dir = RunDirectory(tmp_path)
+    records = [read_token_values(run_dir, 1, sample) for sample in read_samples(run_dir, 1)]
+    written = [record["tokens"] for record in records if record is not None]
+    assert len(records) == 2 and written == [[" 2", " 3", " 4"]] * recorded
+    assert [record["values"]["entropy"] for record in records if record] == [[2.0, 3.0, 4.0]] * recorded
 
 
 def test_a_kl_loss_needs_the_reference_and_keeps_the_advantages(recipe: Recipe, tmp_path: Path) -> None:

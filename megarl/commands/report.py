@@ -1,21 +1,29 @@
-"""Entry point of ``python -m megarl report RUN``."""
+"""`megarl report RUN`."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from megarl.observe.report.page import write_report
-from megarl.observe.run_dir import RunDirectory
+import typer
+
+from megarl.errors import as_input_error
+
+
+def report_command(
+    run_path: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Write RUN/report.html: curves, timeline and samples in one file that works offline."""
+    with as_input_error():
+        path = report(run_path)
+    typer.echo(path)
 
 
 def report(run: Path) -> Path:
     """Write the report of the run directory `run` and return its path. Raises ValueError if `run` has no run."""
-    if not run.exists():
-        raise ValueError(f"{run} does not exist. Give the directory of a run, as in: megarl report runs/my-run")
-    if not run.is_dir():
-        raise ValueError(f"{run} is a file. Give the directory of a run: {run.parent}?")
-    if not RunDirectory(run).is_run_directory():
-        inside = sorted(path.name for path in run.iterdir() if path.is_dir() and RunDirectory(path).is_run_directory())
-        hint = f" Runs inside it: {', '.join(inside[:5])}." if inside else ""
-        raise ValueError(f"{run} is not a run directory: it has no recipe.resolved.yaml and no metrics.jsonl.{hint}")
+    from megarl.observe.report.page import write_report
+    from megarl.observe.run_dir import RunDirectory
+
+    RunDirectory(run).require("report")
     return write_report(run)

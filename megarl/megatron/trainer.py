@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +325,7 @@ class PolicyTrainer(Trainer):
         self,
         micro_batches: list[MicroBatch],
         objective: Objective,
+        observe: Callable[[MicroBatch, LossInputs], None] = lambda batch, inputs: None,
         *,
         temperature: float,
         with_entropy: bool,
@@ -332,14 +333,17 @@ class PolicyTrainer(Trainer):
         """Run one optimizer step on this rank's part of a mini batch.
 
         `objective` receives the LossInputs of each micro batch; `MicroBatch.vectors` holds all its fields except
-        log-probs and entropy. It returns a loss normalized over the whole mini batch, and metrics that are summed over
-        it. Returns these sums over micro batches and data-parallel ranks, with actor/grad_norm (before clipping),
-        actor/lr, actor/skipped_updates (1 if the gradient norm was not finite or above the limit of `norms`: the weights are unchanged) and
-        perf/max_memory_allocated_gb (`Platform.peak_memory`, maximum over ranks); None except on the last stage.
+        log-probs and entropy. It returns a loss normalized over the whole mini batch, and metrics that are summed over it.
+        `observe` receives the same inputs before. Returns these sums over micro batches and data-parallel ranks, with
+        actor/grad_norm (before clipping), actor/lr, actor/skipped_updates (1 if the gradient norm was not finite or above the
+        limit of `norms`: the weights are unchanged) and perf/max_memory_allocated_gb (`Platform.peak_memory`, maximum over
+        ranks); None except on the last stage.
         """
 
         def loss(batch: MicroBatch, *head_outputs: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-            return objective(self.loss_inputs(batch, *head_outputs))
+            inputs = self.loss_inputs(batch, *head_outputs)
+            observe(batch, inputs)
+            return objective(inputs)
 
         return self._update(micro_batches, loss, self.head(temperature, with_entropy, with_candidates=True))
 
@@ -388,12 +392,5 @@ class PolicyTrainer(Trainer):
 
     def head(self, temperature: float, with_entropy: bool, *, with_candidates: bool) -> PolicyHead:
         """Return the output head for log-probs, and optionally entropy and candidates."""
-        megatron = self.recipe.megatron
-        return PolicyHead(
-            temperature,
-            with_entropy,
-            with_candidates,
-            self.model.vocab_size,
-            megatron.keep_logits,
-            fp32=megatron.fp32_head,
-        )
+        shape, fp32 = (self.model.vocab_size, self.recipe.megatron.keep_logits), self.recipe.megatron.fp32_head
+        return PolicyHead(temperature, with_entropy, with_candidates, *shape, fp32=fp32)

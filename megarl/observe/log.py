@@ -24,10 +24,11 @@ from megarl.observe.metrics import MetricsLog, read_metrics
 from megarl.observe.report.page import write_report
 from megarl.observe.restarts import restart_cause, restarts_by_command
 from megarl.observe.run_dir import RunDirectory
-from megarl.observe.samples import discard_samples_after, write_samples
+from megarl.observe.samples import discard_steps_after, write_samples
 from megarl.observe.sessions import effective_time, faults, productive_seconds, read_sessions, step_seconds
 from megarl.observe.sinks import make_sinks
 from megarl.observe.summary import summarize
+from megarl.observe.token_values import write_token_values
 from megarl.observe.trace import Trace
 from megarl.recipe import Recipe, to_yaml
 from megarl.recipe.observe import Event
@@ -89,7 +90,8 @@ class RunLog:
         self._metrics = MetricsLog(self.run_dir, sinks)
         kept = first_step - 1 if first_step > 1 else -1  # a fresh run discards step 0 too, the evaluation at the start
         discarded = self._metrics.truncate_after(kept)
-        discard_samples_after(self.run_dir, max(kept, trained_steps))
+        for folder in (self.run_dir.samples, self.run_dir.tokens):
+            discard_steps_after(folder, max(kept, trained_steps))
         self.trace = Trace(self.run_dir.trace)
         self._console: Console = make_console(self._recipe, first_step - 1, self._total_steps)
         self._parts.callback(self._console.close)
@@ -216,6 +218,11 @@ class RunLog:
         """Write samples of `step` (see `samples.sample_records`), at most ``observe.samples_per_step`` of them."""
         if self._recipe.observe.samples_per_step and not self._repeats:
             write_samples(self.run_dir, step, records, self._recipe.observe.samples_per_step)
+
+    def tokens(self, step: int, records: Sequence[dict[str, Any]]) -> None:
+        """Write the tokens of samples of `step` (see `token_values.token_records`)."""
+        if not self._repeats:
+            write_token_values(self.run_dir, step, records)
 
     def step(self, step: int) -> None:
         """Finish `step`: write and sync its line, with ``timing_s/step``, the seconds since the last line."""

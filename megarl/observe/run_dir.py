@@ -15,6 +15,7 @@ from typing import Any
 from megarl.atomic_files import disk_errors, write_atomically
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+_ATTEMPTS, _PAUSE = 3, 0.02  # seconds; `RunDirectory.holder` of another process has the lock for microseconds
 
 
 class RunDirectory:
@@ -27,6 +28,7 @@ class RunDirectory:
         metrics.jsonl            one line per step, flat keys (metrics.discarded.jsonl: lines that a resume discarded)
         notices.jsonl            notices and warnings, with their times and steps
         samples/                 step_000123.jsonl: generated text, with rewards
+        tokens/                  step_000123.jsonl: tokens of a few samples, with log-probs, advantages and so on
         tensorboard/             event files
         trace.json               a timeline for Perfetto or chrome://tracing
         profile/                 step_3/: traces of trainers, engine0/: traces of an engine (observe.profile_...)
@@ -45,6 +47,7 @@ class RunDirectory:
         self.discarded_metrics = self.path / "metrics.discarded.jsonl"
         self.notices = self.path / "notices.jsonl"
         self.samples = self.path / "samples"
+        self.tokens = self.path / "tokens"
         self.tensorboard = self.path / "tensorboard"
         self.trace = self.path / "trace.json"
         self.profile = self.path / "profile"
@@ -67,6 +70,22 @@ class RunDirectory:
         """Return True if this is the directory of a run, even without a finished step."""
         return any(path.exists() for path in (self.recipe, self.metrics, self.summary))
 
+    def require(self, command: str) -> None:
+        """Raise ValueError if this is not the directory of a run. command: of megarl, for the message."""
+        path = self.path
+        if not path.exists():
+            raise ValueError(f"{path} does not exist. Give the directory of a run, as in: megarl {command} runs/my-run")
+        if not path.is_dir():
+            raise ValueError(f"{path} is a file. Give the directory of a run: {path.parent}?")
+        if not self.is_run_directory():
+            inside = sorted(
+                child.name for child in path.iterdir() if child.is_dir() and RunDirectory(child).is_run_directory()
+            )
+            hint = f" Runs inside it: {', '.join(inside[:5])}." if inside else ""
+            raise ValueError(
+                f"{path} is not a run directory: it has no recipe.resolved.yaml and no metrics.jsonl.{hint}"
+            )
+
     def lock(self) -> str | None:
         """Create the directory if it is missing, and lock it until `unlock` or the end of this process.
 
@@ -79,7 +98,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_exclusively(descriptor)
         except BlockingIOError:
             os.close(descriptor)
             raise ValueError(self._held_text()) from None
@@ -154,3 +173,14 @@ class RunDirectory:
         except ValueError:  # the other process has the lock, but has not written its process id yet
             return {}
         return holder if isinstance(holder, dict) else {}
+
+
+def _lock_exclusively(descriptor: int) -> None:
+    for attempt in range(_ATTEMPTS):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+            time.sleep(_PAUSE)

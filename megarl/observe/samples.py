@@ -95,9 +95,14 @@ def choose(records: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]
 
 def sample_steps(run_dir: RunDirectory) -> list[int]:
     """Return the steps that have samples, in order."""
-    if not run_dir.samples.is_dir():
+    return steps_in(run_dir.samples)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps N of the files step_N.jsonl, in order."""
+    if not folder.is_dir():
         return []
-    names = [path.stem.removeprefix("step_") for path in run_dir.samples.glob("step_*.jsonl")]
+    names = [path.stem.removeprefix("step_") for path in folder.glob("step_*.jsonl")]
     return sorted(int(name) for name in names if name.isdigit())
 
 
@@ -106,13 +111,13 @@ def read_samples(run_dir: RunDirectory, step: int) -> list[dict[str, Any]]:
     return read_lines(sample_path(run_dir, step))[0]
 
 
-def discard_samples_after(run_dir: RunDirectory, step: int) -> int:
-    """Move the files after `step` to samples/discarded/, for a resume. Returns their number."""
-    later = [number for number in sample_steps(run_dir) if number > step]
+def discard_steps_after(folder: Path, step: int) -> int:
+    """Move the files step_N.jsonl after `step` to discarded/ in `folder`, for a resume. Returns their number."""
+    later = [number for number in steps_in(folder) if number > step]
     if later:
-        discarded = run_dir.samples / "discarded"
+        discarded = folder / "discarded"
         discarded.mkdir(exist_ok=True)
         for number in later:
-            path = sample_path(run_dir, number)
+            path = folder / f"step_{number:06d}.jsonl"
             path.replace(discarded / path.name)
     return len(later)

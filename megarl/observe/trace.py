@@ -109,7 +109,7 @@ def read_trace_tail(path: Path) -> list[dict[str, Any]]:
         names = _track_names(path)
         file.seek(max(0, size - _TAIL))
         lines = file.read().split(b"\n")
-    events = [event for line in lines if (event := _parse(line)) is not None]
+    events = [event for line in lines if (event := parse_event(line)) is not None]
     spans = [event for event in events if event.get("ph") == "X"]
     for span in spans:
         span["process"] = names.get((span["pid"], 0), str(span["pid"]))
@@ -128,14 +128,15 @@ def _track_names(path: Path) -> dict[tuple[int, int], str]:
     names = {}
     with path.open("rb") as file:
         for line in file:
-            if b'"ph": "M"' in line and (event := _parse(line)) is not None:
+            if b'"ph": "M"' in line and (event := parse_event(line)) is not None:
                 names[event["pid"], event["tid"]] = event["args"]["name"]
     return names
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """Return the event of a line; None for the file's brackets and for damaged lines."""
     try:
         event = json.loads(line.rstrip(b",\r\n "))
-    except ValueError:  # the file's brackets, or a line cut short by the window or by a crash
+    except ValueError:  # a bracket, or a line cut short by the window or by a crash
         return None
     return event if isinstance(event, dict) else None

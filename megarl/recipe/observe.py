@@ -50,6 +50,11 @@ class ObserveConfig:
     samples_per_step: int = key(
         32, "Samples per step that are written to samples/, in whole groups spread over the batch.", at_least=0
     )
+    token_samples_per_step: int = key(
+        2,
+        "Of these, samples whose tokens are written to tokens/, each with its log-probs, advantage, entropy and version: the first of the batch's first group, and of each the first 4,096 tokens (up to 300 KB per sample).",
+        at_least=0,
+    )
     report: bool = key(True, "Write report.html at the end.")
     alerts: AlertsConfig = key(AlertsConfig, "")
     profile_steps: list[int] = key(

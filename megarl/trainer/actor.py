@@ -27,6 +27,7 @@ from megarl.algorithms.objective import (
 from megarl.recipe.derived.weight_sync_route import weights_directory
 from megarl.recipe.schema import Recipe
 from megarl.trainer.position_advantages import advantages_by_position
+from megarl.trainer.token_recorder import TokenRecorder, TokenVectors, recorded_samples
 from megarl.trainer.worker import CAUSES_OF_BROKEN_WEIGHTS, Worker, collect_parts, traced
 from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, TokenScores
 from megarl.weight_sync.session import AbortedUpdate, Session, UpdateReport, is_check_due
@@ -56,6 +57,7 @@ class ActorWorker(Worker):
         self.token_kl: dict[int, np.ndarray] = {}  # by index in the shard; see `compute_kl`
         self.squares: list[Tensor] = []  # per micro batch: sums of squared probabilities [T], if needed
         self.token_advantages: list[np.ndarray] = []  # per micro batch, before whitening
+        self.recorder = TokenRecorder(recorded_samples(recipe) if self.trainer.coordinates.reports else 0)
         # Log-probs are computed at the sampling temperature; SFT and DPO rows were not sampled.
         self.temperature = recipe.rollout.temperature if recipe.train.source == "rollout" else 1.0
         if runs_reference_pass(recipe.algorithm) and not weights_only:
@@ -69,7 +71,7 @@ class ActorWorker(Worker):
     def load_shard(self, shard: Shard) -> None:
         super().load_shard(shard)
         self.numbers, self.token_kl = [sample.number for sample in shard.samples], {}
-        self.token_advantages, self.squares = [], []
+        self.token_advantages, self.squares, self.recorder.vectors = [], [], {}
 
     def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> MicroBatch:
         import torch
@@ -261,7 +263,7 @@ class ActorWorker(Worker):
         mini batch.
         """
         settings, measure = self.recipe.algorithm, not runs_old_log_prob_pass(self.recipe.algorithm)
-        metrics = []
+        metrics, sampled = [], self.recipe.train.source == "rollout"
         self.mismatch = Mismatch() if measure else self.mismatch
         for update in range(self.recipe.actor.optimizer_steps):
             number = update % len(self.batches)
@@ -269,7 +271,7 @@ class ActorWorker(Worker):
             if LOSSES[settings.loss].selection is not None:
                 self._select(update, mini_batch)
             scale = correction_scales[number] if correction_scales else 1.0
-            first = measure and update == 0 and self.recipe.train.source == "rollout"
+            first = measure and update == 0 and sampled
 
             def learn(
                 inputs: LossInputs, scale: float = scale, first: bool = first
@@ -278,16 +280,15 @@ class ActorWorker(Worker):
                     self.mismatch += Mismatch.of(inputs, trainers_policy(inputs, settings))
                 return objective(inputs, settings, correction_scale=scale, kl_weight=kl_weight)
 
-            metrics.append(
-                self.trainer.train_step(
-                    mini_batch,
-                    learn,
-                    temperature=self.temperature,
-                    with_entropy=self.recipe.train.source == "rollout",
-                )
-            )
+            observe = self.recorder.observer(mini_batch, self.members[number], self.numbers)
+            how: dict[str, Any] = {"temperature": self.temperature, "with_entropy": sampled}
+            metrics.append(self.trainer.train_step(mini_batch, learn, observe, **how))
         self.batches, self.token_kl, self.token_advantages, self.squares = [], {}, [], []
         return [step for step in metrics if step is not None] if self.trainer.coordinates.reports else None
+
+    def take_recorded_tokens(self) -> TokenVectors:
+        """Return the values of each recorded token of the last update, on reporting ranks."""
+        return self.recorder.take()
 
     def _select(self, update: int, mini_batch: list[MicroBatch]) -> None:
         """Select the tokens of a whole mini batch that the loss treats separately (`Selection`).

@@ -26,6 +26,7 @@ from megarl.cluster.base import WorkerGroup
 from megarl.recipe.schema import Recipe
 from megarl.trainer.actor import ActorWorker
 from megarl.trainer.critic import CriticWorker
+from megarl.trainer.token_recorder import TokenVectors
 from megarl.trainer.worker import Worker
 from megarl.types import DataRef, Group, Metrics, Shard
 from megarl.weight_sync.session import AbortedUpdate, Session, UpdateReport, WeightSyncError
@@ -238,6 +239,13 @@ class ActorGroup(TrainerGroup):
         """
         self._send_norms(norms)
         return self._call(ActorWorker.update_actor, kl_weight, correction_scales)
+
+    def recorded_tokens(self) -> TokenVectors:
+        """Return the values of each token that the last update has recorded. See `TokenRecorder`."""
+        merged: TokenVectors = {}
+        for vectors in self._call(ActorWorker.take_recorded_tokens):
+            merged |= vectors
+        return merged
 
     def compute_held_out_metrics(self) -> list[Metrics | None]:
         """Return each rank's part of the metrics of held-out rows."""

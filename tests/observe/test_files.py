@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from megarl.observe.json_lines import json_line
 from megarl.observe.log import RunLog
 from megarl.observe.metrics import MetricsLog, read_metrics
 from megarl.observe.run_dir import RunDirectory
-from megarl.observe.samples import choose, discard_samples_after, read_samples, sample_steps, write_samples
+from megarl.observe.samples import choose, discard_steps_after, read_samples, sample_steps, write_samples
 from megarl.observe.trace import Trace, read_trace_tail
 from tests.support.log_recipe import make_recipe
 
@@ -266,6 +267,25 @@ def test_a_second_run_is_refused_with_the_first_runs_process(tmp_path: Path) -> 
     assert RunDirectory(tmp_path).lock() is None
 
 
+def test_a_reader_that_looks_at_the_lock_does_not_stop_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`holder` of another process has a shared lock for a moment."""
+    run = RunDirectory(tmp_path)
+    run.lock()
+    run.unlock()
+    reader = os.open(tmp_path / "run.lock", os.O_RDONLY)
+    fcntl.flock(reader, fcntl.LOCK_SH)
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            fcntl.flock(reader, fcntl.LOCK_UN)
+
+    monkeypatch.setattr("megarl.observe.run_dir.time.sleep", pause)
+    assert run.lock() is None and len(pauses) == 2
+    os.close(reader)
+
+
 def test_has_results(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "new")
     assert not run.has_results() and not run.is_run_directory()
@@ -313,7 +333,7 @@ def test_whole_groups_are_chosen_evenly() -> None:
 def test_samples_of_discarded_steps_are_moved(run_dir: RunDirectory) -> None:
     for step in (1, 2, 3):
         write_samples(run_dir, step, [{"response": str(step)}], limit=1)
-    assert discard_samples_after(run_dir, 1) == 2
+    assert discard_steps_after(run_dir.samples, 1) == 2
     assert sample_steps(run_dir) == [1]
     assert sorted(path.name for path in (run_dir.samples / "discarded").iterdir()) == [
         "step_000002.jsonl",

@@ -79,6 +79,15 @@ def test_plan(site: Path, folder: Path) -> None:
     assert "range" in done.stdout and "<html" in page.read_text(), done.stdout + done.stderr
 
 
+def test_view(site: Path, folder: Path) -> None:
+    """The page's scripts and styles are package data."""
+    code = "from megarl.commands.view.server import static_files; print(*static_files())"
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    shown = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+    static = ROOT / "megarl" / "commands" / "view" / "static"
+    assert shown.stdout.split() == sorted(path.name for path in static.iterdir()), shown.stderr
+
+
 @pytest.mark.stack
 @pytest.mark.slow
 def test_train(site: Path, folder: Path, quickstart_data: Path) -> None:

@@ -30,13 +30,35 @@ def train(model: Path, loss: str, epochs: int, batches: int) -> dict[str, Any]:
     recipe = recipe_of(Layout("qwen3", 1, {}), model)
     recipe.algorithm.loss, recipe.algorithm.kl_coef = loss, 0.0
     recipe.actor.mini_batches, recipe.actor.epochs = 2, epochs
+    recipe.train.source, recipe.observe.token_samples_per_step, recipe.rollout.samples_per_prompt = "rollout", 2, 2
     worker = ActorWorker(recipe, total_optimizer_steps=2 * epochs * batches)
     metrics: list[Any] = []
     for _ in range(batches):
         worker.load_shard(plan_step(batch(), recipe, 1, 1).shards[0])
         worker.compute_old_log_probs()
+        before = vectors_of_samples(worker)
         metrics += worker.update_actor() or []
-    return {"weights": {name: weight.clone() for name, weight in worker.trainer.export_weights()}, "metrics": metrics}
+    recorded = worker.take_recorded_tokens()
+    assert not worker.take_recorded_tokens(), "they are taken once"
+    return {
+        "weights": {name: weight.clone() for name, weight in worker.trainer.export_weights()},
+        "metrics": metrics,
+        "before": before,
+        "recorded": {
+            number: {name: torch.from_numpy(values) for name, values in vectors.items()}
+            for number, vectors in recorded.items()
+        },
+    }
+
+
+def vectors_of_samples(worker: ActorWorker) -> dict[int, dict[str, torch.Tensor]]:
+    """Return the per-token vectors of each sample before the update, by its index in the batch."""
+    names = ("old_log_probs", "advantages", "loss_mask")
+    return {
+        worker.numbers[member]: dict(zip(names, parts, strict=True))
+        for batch, members in worker._micro_batches()
+        for member, *parts in zip(members, *(batch.vectors[name].split(batch.lengths) for name in names), strict=True)
+    }
 
 
 def main() -> None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megarl.checkpoint.folder import checkpoint_name
 from megarl.rollout.source import Batch
 from megarl.types import Group, InlineData, Sample, SampleTokens, Shard, fetch
@@ -41,6 +43,8 @@ class Workers:
         self._note(method, args)
         if method == "compute_kl":
             return [{0: 2.0, 1: 0.0}]
+        if method == "take_recorded_tokens":
+            return [{}, {0: {"entropy": np.arange(5.0)}}]
         if method == "compute_reference_log_probs":
             return [0]
         if method == "skip_spikes":

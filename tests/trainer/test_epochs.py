@@ -37,3 +37,21 @@ def test_old_log_probs_are_those_of_before_the_first_epoch(results: Any) -> None
     ratios = [metrics["actor/ratio"] for metrics in results["ratios"]["metrics"]]
     assert ratios[0] == pytest.approx(1.0, abs=1e-6)
     assert abs(ratios[2] - 1.0) > 1e-4, "the first mini batch again, after two updates"
+
+
+@pytest.mark.parametrize("name", ["two batches", "ratios"])
+def test_the_tokens_of_the_first_samples_are_recorded(results: Any, name: str) -> None:
+    """`observe.token_samples_per_step`: of the newest batch, and of no other sample. The updates are huge."""
+    recorded, before = results[name]["recorded"], results[name]["before"]
+    assert set(recorded) == {0, 1} < set(before)
+    for number, vectors in recorded.items():
+        loss_tokens = before[number]["loss_mask"] > 0
+        assert loss_tokens.any()
+        assert torch.equal(vectors["old_log_probs"], before[number]["old_log_probs"])
+        assert torch.equal(vectors["advantages"], before[number]["advantages"].float())
+        change = (vectors["log_probs"] - vectors["old_log_probs"])[loss_tokens].abs().max()
+        if name == "two batches":
+            assert change < 1e-3, "the samples are in the first mini batch, and there is one epoch"
+        else:
+            assert change > 1, "two updates lie between"
+        assert (vectors["entropy"][loss_tokens] >= 0).all() and len(vectors["entropy"]) == len(loss_tokens)

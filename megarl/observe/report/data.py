@@ -31,7 +31,7 @@ TIMELINE_STEPS = 5
 _ACCURACIES = ("eval/greedy", "eval/dpo_accuracy")  # in addition to pass@k and maj@k
 _LABELS = {"eval/loss": "Evaluation loss", "eval/dpo_accuracy": "Evaluation: chosen ahead"}
 
-_STATUS = {
+STATUS_TEXTS = {
     "running": ("running", "in progress"),
     "finished": ("good", "finished"),
     "failed": ("bad", "failed"),
@@ -46,7 +46,7 @@ class ReportData:
     """Everything the page needs, as plain JSON types."""
 
     name: str
-    status: str  # a key of _STATUS
+    status: str  # a key of STATUS_TEXTS
     status_kind: str
     status_text: str
     error: str | None
@@ -73,13 +73,13 @@ def collect(run_dir: RunDirectory) -> ReportData:
     """Read all files of the run. Missing or invalid files are listed in ``gaps``."""
     gaps: list[str] = []
     lines = _read_metrics(run_dir, gaps)
-    summary = _read_summary(run_dir, gaps)
+    summary = read_summary(run_dir, gaps)
     recipe = run_dir.recipe.read_text(errors="replace") if run_dir.recipe.exists() else None
     if recipe is None:
         gaps.append("recipe.resolved.yaml is missing.")
-    settings = _settings(recipe)
-    status = _status(run_dir, summary)
-    kind, text = _STATUS[status]
+    settings = parsed_settings(recipe)
+    status = run_status(run_dir, summary)
+    kind, text = STATUS_TEXTS[status]
     spans = read_trace_tail(run_dir.trace)
     samples, samples_note = embedded_samples(run_dir)
     curves, curves_note = limit_curves(lines)
@@ -93,8 +93,8 @@ def collect(run_dir: RunDirectory) -> ReportData:
         status_kind=kind,
         status_text=text,
         error=summary.get("error"),
-        facts=_facts(lines, summary, settings, sessions) + _time_facts(run_dir, lines, sessions, status),
-        figures=_figures(lines),
+        facts=run_facts(lines, summary, settings, sessions) + time_facts(run_dir, lines, sessions, status),
+        figures=key_figures(lines),
         steps=len(lines),
         thinned=len(lines) > MAX_POINTS,
         series=series(curves),
@@ -127,7 +127,8 @@ def _read_metrics(run_dir: RunDirectory, gaps: list[str]) -> list[dict[str, floa
     return lines
 
 
-def _read_summary(run_dir: RunDirectory, gaps: list[str]) -> dict[str, Any]:
+def read_summary(run_dir: RunDirectory, gaps: list[str]) -> dict[str, Any]:
+    """Return the content of summary.json; {} and a sentence in `gaps` if it is missing or invalid."""
     if not run_dir.summary.exists():
         gaps.append("summary.json is missing: the run was not started by megarl's controller, or the file was removed.")
         return {}
@@ -141,7 +142,8 @@ def _read_summary(run_dir: RunDirectory, gaps: list[str]) -> dict[str, Any]:
     return summary
 
 
-def _settings(recipe: str | None) -> dict[str, Any]:
+def parsed_settings(recipe: str | None) -> dict[str, Any]:
+    """Return the settings of a resolved recipe's text; {} if it is missing or invalid."""
     try:
         settings = yaml.safe_load(recipe or "")
     except yaml.YAMLError:  # the page shows the recipe's text anyway
@@ -149,16 +151,18 @@ def _settings(recipe: str | None) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _status(run_dir: RunDirectory, summary: dict[str, Any]) -> str:
+def run_status(run_dir: RunDirectory, summary: dict[str, Any]) -> str:
+    """Return the key of `STATUS_TEXTS` for the run."""
     status = summary.get("status", "unknown")
     if status == "running" and run_dir.holder() is None:
         return "killed"
-    return status if status in _STATUS else "unknown"
+    return status if status in STATUS_TEXTS else "unknown"
 
 
-def _facts(
+def run_facts(
     lines: list[dict[str, float]], summary: dict[str, Any], settings: dict[str, Any], sessions: list[dict[str, Any]]
 ) -> list[tuple[str, str]]:
+    """Return the facts under the title. Of `lines` it reads ``step`` and ``timing_s/step``."""
     last = int(lines[-1]["step"]) if lines else 0
     total = summary.get("total_steps") or (settings.get("train") or {}).get("steps")
     seconds = sum(line.get("timing_s/step", 0.0) for line in lines)
@@ -172,7 +176,7 @@ def _facts(
     return facts
 
 
-def _time_facts(
+def time_facts(
     run_dir: RunDirectory, lines: list[dict[str, float]], sessions: list[dict[str, Any]], status: str
 ) -> list[tuple[str, str]]:
     """Return the effective training time. A killed run ends with its last line of metrics."""
@@ -183,7 +187,7 @@ def _time_facts(
     return [("Effective time", time_text(effective))] if effective["ratio"] is not None else []
 
 
-def _figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:
+def key_figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:
     """Return the key figures at the top of the page."""
     figures = []
     names = {name for line in lines for name in line}

@@ -1,0 +1,1 @@
+"""`megarl view`: a page about runs that reads their files while they are written."""

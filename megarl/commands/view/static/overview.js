@@ -1,0 +1,47 @@
+// Status, facts, key figures, faults and missing data of each run.
+
+import { get } from "./api.js";
+import { clock, h } from "./dom.js";
+
+export function createOverview(root, app) {
+  const places = new Map(app.shown.map((run) => [run.id, h("section", { class: "run" })]));
+  root.append(...places.values());
+
+  async function load(run) {
+    const place = places.get(run.id);
+    try {
+      place.replaceChildren(...content(await get(`runs/${run.id}/overview`), run));
+    } catch (error) {
+      place.replaceChildren(h("p", { class: "error" }, error.message));
+    }
+  }
+
+  app.shown.forEach(load);
+  return {
+    update(changed) {
+      for (const run of app.shown) {
+        const kinds = changed.get(run.id);
+        if (kinds && ["metrics", "notices", "status", "summary", "samples"].some((kind) => kinds.has(kind))) load(run);
+      }
+    },
+  };
+}
+
+function content(data, run) {
+  const figures = data.figures.map(({ label, value, detail }) =>
+    h("div", { class: "figure" }, h("div", { class: "label" }, label), h("div", { class: "value" }, value), h("div", { class: "detail" }, detail)),
+  );
+  const facts = data.facts.flatMap(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value)));
+  return [
+    h("div", { class: "title" }, h("i", { class: `dot c${run.id % 12}` }), h("h2", {}, data.label), h("span", { class: `status ${data.status.kind}` }, data.status.text)),
+    h("p", { class: "note" }, data.path),
+    h("dl", { class: "facts" }, facts),
+    data.error ? h("p", { class: "error" }, data.error) : null,
+    data.gaps.length ? h("ul", { class: "gaps" }, data.gaps.map((text) => h("li", {}, text))) : null,
+    h("div", { class: "figures" }, figures),
+    data.faults.length ? h("h3", {}, "Faults") : null,
+    data.faults.length
+      ? h("ul", { class: "list" }, data.faults.map((fault) => h("li", { class: "warning" }, h("span", { class: "when" }, [clock(fault.time), fault.step === null ? "" : `step ${fault.step}`, fault.event].filter(Boolean).join(" · ")), ` ${fault.cause ?? "unknown cause"}`)))
+      : null,
+  ].filter(Boolean);
+}
