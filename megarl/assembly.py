@@ -11,6 +11,7 @@ from typing import Any
 
 from megarl.algorithms.kl import KLWeight
 from megarl.checkpoint.graceful_stop import GracefulStop
+from megarl.checkpoint.journal import Journal, training_settings
 from megarl.checkpoint.kept_batches import KeptBatches
 from megarl.checkpoint.next_commands import Repetition
 from megarl.checkpoint.run_checkpoints import Checkpoints
@@ -52,6 +53,7 @@ from megarl.rollout.tape import ReplayPlan
 from megarl.rollout.teacher.scoring import Teacher
 from megarl.trainer.group import ActorGroup, CriticGroup
 from megarl.trainer.held_out import HeldOut
+from megarl.trainer.repeatable_steps import RepeatableSteps
 from megarl.trainer.restarts import TrainerRestarts
 from megarl.trainer.rollbacks import Rollbacks
 from megarl.trainer.start import Learners
@@ -81,6 +83,7 @@ class Run:
     log: RunLog
     started_devices: int  # of trainers, critic and engines, at the start
     device_peak: float | None  # FLOP/s of a trainer's device; None: unknown
+    repeatable: RepeatableSteps | None = None  # None: no step is trained again
     trainer_restarts: TrainerRestarts | None = None  # None: a failure of a trainer ends the run
     rollbacks: Rollbacks | None = None  # None: spikes cause no rollback
     replay: ReplayPlan | None = None  # of train.replay
@@ -140,15 +143,20 @@ class Run:
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """Run the block, then end the trainer processes in order, unless the block raises; the cluster ends the others."""
+        """Run the block, then end the trainer processes in order, unless the block raises; the cluster ends the others. The journal
+        and its batches remain if the block raises."""
+        journal, complete = self.checkpoints.journal, False
         try:
             yield
             for group in (self.actor, self.critic):
                 if group is not None:
                     group.shutdown()
+            complete = True
         finally:
-            if self.trainer_restarts is not None:
-                self.trainer_restarts.batches.close()
+            if journal is not None and complete:
+                journal.close()
+            if self.repeatable is not None:
+                self.repeatable.batches.close(keep=journal is not None and not complete)
 
 
 @contextlib.contextmanager
@@ -177,7 +185,8 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     for notice in kernel_notices(actor.describe()):
         log.notice(notice)
     source = _source(setup, samplers, engines, cluster)
-    skipped = SkippedSteps(recipe.train, Repetition(folder, setup.tape is not None, setup.place.checkpoint))
+    has_tape = setup.tape is not None and setup.place.journal is None  # a bundle begins at a checkpoint
+    skipped = SkippedSteps(recipe.train, Repetition(folder, has_tape, setup.place.checkpoint))
     kl_weight = KLWeight(recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_horizon)
     saver = _saver(setup, started, devices, cluster.check, log.notice)
     load_weights = functools.partial(started.learners.load_checkpoint, devices)
@@ -192,7 +201,16 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
         devices=devices,
         evaluate=_evaluation(setup, samplers, actor),
         checkpoints=Checkpoints(
-            recipe.train, saver, source, kl_weight, skipped, setup.place.identity, load_weights, log, stop
+            recipe.train,
+            saver,
+            source,
+            kl_weight,
+            skipped,
+            setup.place.identity,
+            load_weights,
+            log,
+            stop,
+            journal=open_journal(setup, log.notice),
         ),
         skipped=skipped,
         kl_weight=kl_weight,
@@ -201,7 +219,8 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
             recipe.observe, actor, engines, log, folder.profile, recipe.rollout.start_timeout, trace_note
         ),
         log=log,
-        trainer_restarts=_trainer_restarts(setup, started.learners, devices, cluster),
+        repeatable=repeatable_steps(setup),
+        trainer_restarts=started.learners.restarts(recipe, cluster, devices),
         rollbacks=Rollbacks.of(recipe.train),
         replay=setup.tape.plan if setup.tape is not None else None,
         started_devices=demand_of(recipe).devices,
@@ -254,21 +273,20 @@ def _start_processes(setup: RunSetup, cluster: Cluster, log: RunLog) -> Started:
     return Started(engines, descriptions, teachers, judges, learners, time_shared)
 
 
-def _trainer_restarts(
-    setup: RunSetup, learners: Learners, devices: Handover, cluster: Cluster
-) -> TrainerRestarts | None:
-    """Return what starts failed trainers again; None if the recipe does not want it."""
-    train = setup.recipe.train
-    batches = KeptBatches(setup.place.directory.batches)  # and delete the ones that a killed process has left
-    if not train.trainer_restarts:
-        return None
+def repeatable_steps(setup: RunSetup) -> RepeatableSteps | None:
+    """Return what keeps batches to train them again; None if the recipe does not want it. Deletes files of an earlier session,
+    but for the journal that this one goes on with."""
+    train, place = setup.recipe.train, setup.place
+    earlier = place.journal.batches if place.journal is not None else ()
+    batches = KeptBatches(place.directory.batches, durable=train.journal, earlier=earlier)
+    return RepeatableSteps(batches) if train.trainer_restarts or train.journal else None
 
-    def check() -> None:
-        cluster.check()
-        learners.check()
 
-    start = functools.partial(learners.restart, setup.recipe, cluster, devices)
-    return TrainerRestarts(train.trainer_restarts, batches, start, check)
+def open_journal(setup: RunSetup, notice: Callable[[str], None]) -> Journal | None:
+    """Return the journal; None if the recipe does not want it. Deletes an earlier session's, but for its last entry."""
+    place = setup.place
+    journal = Journal(place.directory.journal, training_settings(setup.recipe), place.journal, notice)
+    return journal if setup.recipe.train.journal else None
 
 
 def connect_engines(

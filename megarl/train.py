@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from megarl.assembly import Run, build_run, connected
+from megarl.checkpoint.journal import JournalEntry
 from megarl.checkpoint.next_commands import after_training, naming_checkpoint
 from megarl.cluster import is_controller, serve
 from megarl.errors import as_input_error
@@ -20,8 +21,7 @@ from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.environment import environment_notices
 from megarl.preflight.run_setup import prepare_run
 from megarl.recipe import Recipe
-from megarl.recovery import finish_step, roll_back_if_due, save_step, skip_step, take_batch, traced_once, with_trainers
-from megarl.step import training_step
+from megarl.recovery import finish_step, resume, roll_back_if_due, save_step, train_on_next_batch, with_trainers
 
 
 def train(recipe: Recipe) -> Path:
@@ -44,7 +44,7 @@ def train(recipe: Recipe) -> Path:
             with log.phase("start"):
                 run = build_run(setup, cluster, log)
             with run.closing():
-                run_steps(run, resume_from=setup.place.checkpoint)
+                run_steps(run, setup.place.checkpoint, setup.place.journal)
                 if run.exports_at_end:
                     with log.phase("export"):
                         with_trainers(run, run.last_step, lambda: run.export(directory.path / "hf"))
@@ -52,11 +52,11 @@ def train(recipe: Recipe) -> Path:
     return directory.path
 
 
-def run_steps(run: Run, resume_from: Path | None = None) -> None:
-    """Run from the first step, or from the step after a checkpoint, to `train.steps`."""
-    done, unlogged_metrics = run.checkpoints.resume(resume_from) if resume_from else (0, None)
+def run_steps(run: Run, checkpoint: Path | None = None, journal: JournalEntry | None = None) -> None:
+    """Run from the first step, or from the step after a checkpoint or the journal, to `train.steps`."""
+    done, unlogged_metrics = resume(run, checkpoint, journal)
     run.log.begin()
-    if unlogged_metrics is not None:  # the killed run saved step `done`, but did not write its metrics
+    if unlogged_metrics is not None:  # the killed run had step `done`, but did not write its metrics
         run.log.add(unlogged_metrics)
         with_trainers(run, done, lambda: finish_step(run, done))
     elif done < run.recipe.train.steps:
@@ -76,15 +76,6 @@ def run_steps(run: Run, resume_from: Path | None = None) -> None:
             run.skipped.check(step)
         with_trainers(run, run.last_step, run.checkpoints.finish)
     run.source.close()
-
-
-def train_on_next_batch(run: Run, step: int) -> None:
-    """Take a batch and train on it. The batch is freed on return, before the next one is sampled."""
-    batch = take_batch(run, step)
-    if batch.groups:
-        with_trainers(run, step - 1, lambda: traced_once(run, step, lambda: training_step(run, batch, step)))
-    else:
-        skip_step(run, step)
 
 
 class _CallableModule(ModuleType):

@@ -54,7 +54,7 @@ class RunLog:
     def __init__(
         self, recipe: Recipe, run_dir: RunDirectory | Path, first_step: int, total_steps: int, trained_steps: int = 0
     ) -> None:
-        """trained_steps: of the checkpoint, which may contain step `first_step` already: its samples are kept."""
+        """trained_steps: of the checkpoint or journal, which may contain step `first_step` already: its samples are kept."""
         self.run_dir = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(run_dir)
         self.next_step = first_step
         self._recipe, self._total_steps = recipe, total_steps
@@ -79,7 +79,8 @@ class RunLog:
         self._parts.callback(self._close_alerts)
         sinks = make_sinks(self._recipe, self.run_dir, first_step, self.warn)
         self._metrics = MetricsLog(self.run_dir, sinks)
-        kept = first_step - 1 if first_step > 1 else -1  # a fresh run discards step 0 too, the evaluation at the start
+        # A fresh run discards step 0 too, the evaluation at the start.
+        kept = first_step - 1 if first_step > 1 or trained_steps else -1
         discarded = self._metrics.truncate_after(kept)
         discard_samples_after(self.run_dir, max(kept, trained_steps))
         self.trace = Trace(self.run_dir.trace)

@@ -302,6 +302,10 @@ class TrainConfig:
         "Start the trainers again from the newest checkpoint after one of them has died, hung or raised an error, while the engines go on sampling: at most this many times without a new step in between. The batches since that checkpoint are kept in the run's `batches/`, and are trained again without sampling. Needs Ray and `train.save_every`. If a trainer dies during an update of the weights, the engines restart too, which needs `rollout.min_engines`. 0: such a failure ends the run (`train.restarts` starts all of it again).",
         at_least=0,
     )
+    journal: bool = key(
+        False,
+        "Keep the controller's state after the newest steps in the run's `journal/`, and the batches since the newest checkpoint in `batches/`. A resume (`train.resume: auto`, `train.restarts`) then trains these batches again without sampling, and goes on after the last step. Costs disk space for the batches, and a write per step. Needs `train.save_every`. false: a resume goes on after the newest checkpoint, and samples the steps since then again.",
+    )
     replay: Optional[str] = key(
         None,
         "Directory of a run to repeat. Requests, updates of the weights and batches follow that run's `tape/`, so a run with `rollout.at_update` finish, refresh or keep gives the same numbers again, to the last bit on a CPU in float32. `megarl replay` starts it. Not set: no replay.",

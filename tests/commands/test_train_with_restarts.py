@@ -26,7 +26,7 @@ from megarl.commands.train_with_restarts import (
 )
 from megarl.errors import InputError
 from megarl.observe.restarts import AFTER, REPORT, End, reporting_end, restart_notices
-from megarl.preflight.recipe.general import restart_errors
+from megarl.preflight.recipe.recovery import restart_errors
 from megarl.recipe import Recipe
 from megarl.recipe.observe import AlertsConfig
 from megarl.weight_sync.session import WeightSyncError

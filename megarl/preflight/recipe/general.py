@@ -28,11 +28,11 @@ from megarl.preflight.recipe.megatron_ddp import ddp_errors
 from megarl.preflight.recipe.megatron_extra import extra_errors
 from megarl.preflight.recipe.observe import observe_errors
 from megarl.preflight.recipe.optimizer_extra import optimizer_extra_errors
+from megarl.preflight.recipe.recovery import journal_errors, restart_errors, trainer_restart_errors
 from megarl.preflight.recipe.reward import reward_errors
 from megarl.preflight.recipe.shared import mini_batch_errors, optimizer_errors, parallel_size_errors
 from megarl.preflight.recipe.teacher import teacher_errors
 from megarl.preflight.recipe.weight_sync import weight_sync_errors
-from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.derived.epochs import epochs_errors
 from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig, TrainConfig
@@ -90,6 +90,7 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from evaluation_errors(recipe)
     yield from restart_errors(recipe)
     yield from trainer_restart_errors(recipe)
+    yield from journal_errors(recipe)
     yield from spike_errors(recipe)
     yield from staleness_errors(recipe)
     yield from at_update_errors(recipe)
@@ -270,29 +271,6 @@ def evaluation_errors(recipe: Recipe) -> Errors:
             problem = f"k = {k} is not between 1 and evaluation.samples = {evaluation.samples}"
             remedy = "raise evaluation.samples or drop this k"
             yield RecipeError("evaluation.ks", problem, remedy, value=list(evaluation.ks))
-
-
-def restart_errors(recipe: Recipe) -> Errors:
-    """Errors of `train.restarts` and `train.trainer_restarts`."""
-    for name in ("restarts", "trainer_restarts"):
-        value, key = getattr(recipe.train, name), f"train.{name}"
-        if value and recipe.train.save_every == 0:
-            problem = "a restart continues from the newest checkpoint, and train.save_every = 0 writes none"
-            yield RecipeError(key, problem, "set train.save_every, e.g. to 20", value=value)
-        if value and recipe.cluster.transport == "torchrun":
-            yield RecipeError(
-                key,
-                "torchrun starts its processes again itself, all together",
-                "set it to 0, and torchrun --max-restarts",
-                value=value,
-            )
-
-
-def trainer_restart_errors(recipe: Recipe) -> Errors:
-    if recipe.train.trainer_restarts and update_rule(recipe) == "finish":
-        problem = "with rollout.at_update=finish the weight sync that new trainers open would change the weights of samples that run"
-        remedy = "set rollout.at_update=refresh, keep or drain, or leave it out and set train.restarts"
-        yield RecipeError("train.trainer_restarts", problem, remedy, value=recipe.train.trainer_restarts)
 
 
 def spike_errors(recipe: Recipe) -> Errors:
