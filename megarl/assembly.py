@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algorithms.kl import KLWeight
-from megarl.checkpoint.graceful_stop import GracefulStop
-from megarl.checkpoint.journal import Journal, training_settings
+from megarl.checkpoint.graceful_stop import GracefulStop, StopRequested
+from megarl.checkpoint.journal import Journal, discard, training_settings
 from megarl.checkpoint.kept_batches import KeptBatches
 from megarl.checkpoint.next_commands import Repetition
 from megarl.checkpoint.run_checkpoints import Checkpoints
@@ -20,6 +20,7 @@ from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.cluster import connect
 from megarl.cluster.base import Cluster
 from megarl.cluster.device_map import Demand
+from megarl.cluster.outage_watch import ServiceOutage
 from megarl.cluster.stacks.live_run import answering_requests
 from megarl.data.tokenizer import Tokenizer
 from megarl.engines.specs import fixed_models
@@ -141,6 +142,14 @@ class Run:
         self.devices.give_to_actor()  # its weights may be offloaded
         self.actor.export_hf(folder)
 
+    def forget_saved_steps(self) -> None:
+        """Delete what the run keeps to train steps again, up to the newest checkpoint."""
+        newest, _ = self.checkpoints.newest()
+        if self.checkpoints.journal is not None:
+            self.checkpoints.journal.forget_through(newest)
+        if self.repeatable is not None:
+            self.repeatable.keep_since(newest)
+
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
         """Run the block, then end the trainer processes in order, unless the block raises; the cluster ends the others. The journal
@@ -152,6 +161,9 @@ class Run:
                 if group is not None:
                     group.shutdown()
             complete = True
+        except (StopRequested, ServiceOutage):
+            self.forget_saved_steps()
+            raise
         finally:
             if journal is not None and complete:
                 journal.close()
@@ -188,6 +200,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     has_tape = setup.tape is not None and setup.place.journal is None  # a bundle begins at a checkpoint
     skipped = SkippedSteps(recipe.train, Repetition(folder, has_tape, setup.place.checkpoint))
     kl_weight = KLWeight(recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_horizon)
+    repeatable, journal = keep_steps(setup, log.notice)
     saver = _saver(setup, started, devices, cluster.check, log.notice)
     load_weights = functools.partial(started.learners.load_checkpoint, devices)
     trace_note = kind_of(setup.platform.name).tracing.engines
@@ -210,7 +223,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
             load_weights,
             log,
             stop,
-            journal=open_journal(setup, log.notice),
+            journal=journal,
         ),
         skipped=skipped,
         kl_weight=kl_weight,
@@ -219,7 +232,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
             recipe.observe, actor, engines, log, folder.profile, recipe.rollout.start_timeout, trace_note
         ),
         log=log,
-        repeatable=repeatable_steps(setup),
+        repeatable=repeatable,
         trainer_restarts=started.learners.restarts(recipe, cluster, devices),
         rollbacks=Rollbacks.of(recipe.train),
         replay=setup.tape.plan if setup.tape is not None else None,
@@ -273,20 +286,19 @@ def _start_processes(setup: RunSetup, cluster: Cluster, log: RunLog) -> Started:
     return Started(engines, descriptions, teachers, judges, learners, time_shared)
 
 
-def repeatable_steps(setup: RunSetup) -> RepeatableSteps | None:
-    """Return what keeps batches to train them again; None if the recipe does not want it. Deletes files of an earlier session,
-    but for the journal that this one goes on with."""
+def keep_steps(setup: RunSetup, notice: Callable[[str], None]) -> tuple[RepeatableSteps | None, Journal | None]:
+    """Return what keeps batches to train them again, and the journal; None where the recipe does not want it.
+
+    Deletes files of an earlier session, but for the entry of the journal with which this one goes on.
+    """
     train, place = setup.recipe.train, setup.place
     earlier = place.journal.batches if place.journal is not None else ()
     batches = KeptBatches(place.directory.batches, durable=train.journal, earlier=earlier)
-    return RepeatableSteps(batches) if train.trainer_restarts or train.journal else None
-
-
-def open_journal(setup: RunSetup, notice: Callable[[str], None]) -> Journal | None:
-    """Return the journal; None if the recipe does not want it. Deletes an earlier session's, but for its last entry."""
-    place = setup.place
-    journal = Journal(place.directory.journal, training_settings(setup.recipe), place.journal, notice)
-    return journal if setup.recipe.train.journal else None
+    repeatable = RepeatableSteps(batches) if train.trainer_restarts or train.journal else None
+    if not train.journal:
+        discard(place.directory.journal)
+        return repeatable, None
+    return repeatable, Journal(place.directory.journal, batches, training_settings(setup.recipe), place.journal, notice)
 
 
 def connect_engines(

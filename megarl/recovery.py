@@ -72,22 +72,9 @@ def save_step(run: Run, step: int) -> None:
     SIGTERM."""
     refresh_reference_if_due(run.actor, run.log, run.recipe.algorithm, step)
     run.checkpoints.save_if_due(step)
-    if run.repeatable is not None:
-        batches = run.repeatable.batches
-        batches.wait()
-        rollbacks = run.rollbacks.state() if run.rollbacks is not None else None
-        run.checkpoints.write_journal(step, {"left_out": batches.left_out, "rollbacks": rollbacks})
-        forget_saved_steps(run)
+    run.checkpoints.write_journal(step, {"rollbacks": run.rollbacks.state() if run.rollbacks is not None else None})
+    run.forget_saved_steps()
     run.checkpoints.stop.check()
-
-
-def forget_saved_steps(run: Run) -> None:
-    """Delete what the run keeps to train steps again, up to the newest checkpoint."""
-    newest, _ = run.checkpoints.newest()
-    if run.checkpoints.journal is not None:
-        run.checkpoints.journal.forget_through(newest)
-    if run.repeatable is not None:
-        run.repeatable.keep_since(newest)
 
 
 def finish_step(run: Run, step: int) -> None:
@@ -284,6 +271,7 @@ def resume(run: Run, checkpoint: Path | None, entry: JournalEntry | None) -> tup
         unlogged = run.checkpoints.go_on_with(state)
         if run.rollbacks is not None and state["rollbacks"] is not None:
             run.rollbacks.restore(state["rollbacks"])
+    run.log.add(retrained_metrics(run))
     text = recovered_text(entry.after, entry.step, differences, time.monotonic() - began)
     run.log.notice(f"resumed after step {entry.step} from the journal: {text}")
     return entry.step, unlogged

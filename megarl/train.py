@@ -64,6 +64,8 @@ def run_steps(run: Run, checkpoint: Path | None = None, journal: JournalEntry | 
         if run.recipe.evaluation.at_start and done == 0:
             with_trainers(run, 0, lambda: run.evaluate_policy(after_step=0))
     with run.checkpoints.saved_at_end(run.devices.reclaim):
+        if journal is not None and done == run.recipe.train.steps:  # its save may have been lost with the controller
+            with_trainers(run, done, partial(run.checkpoints.save_if_due, done))
         for step in range(done + 1, run.last_step + 1):
             run.profiling.before_sampling(step)
             run.source.admit(step - 1)

@@ -14,15 +14,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint.folder import begin, checkpoint_name, checkpoint_step, commit, list_checkpoints, retain
+from megarl.checkpoint.kept_batches import KeptBatches
 from megarl.checkpoint.manifest import find_damage
 from megarl.errors import plain
-from megarl.recipe.load import flat_settings, to_yaml
 from megarl.recipe.schema import Recipe
 
 _STATES = 2  # that are kept: the second is used if the first is damaged
@@ -42,8 +42,17 @@ _SPLIT = re.compile(
 
 def training_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that must not change between a step and a resume that trains its batch again."""
-    settings = flat_settings(to_yaml(recipe))
+    settings = json.loads(json.dumps(dict(_flat(recipe, ""))))
     return {key: value for key, value in settings.items() if key.startswith(_TRAINING) and not _SPLIT.fullmatch(key)}
+
+
+def _flat(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if is_dataclass(value):
+            yield from _flat(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", value
 
 
 @dataclass(frozen=True)
@@ -65,23 +74,27 @@ class JournalEntry:
 
 
 class Journal:
-    """States after the newest steps, in `folder`. earlier: the entry of an earlier session with which this one goes on; others
-    are deleted. settings: `training_settings`. notice: called with a message for each state that could not be deleted."""
+    """States after the newest steps, in `folder`. batches: of the steps since the newest checkpoint. settings:
+    `training_settings`. earlier: the entry of an earlier session with which this one goes on; others are deleted. notice: called
+    with a message for each state that could not be deleted."""
 
     def __init__(
-        self, folder: Path, settings: dict[str, Any], earlier: JournalEntry | None, notice: Callable[[str], None]
+        self,
+        folder: Path,
+        batches: KeptBatches,
+        settings: dict[str, Any],
+        earlier: JournalEntry | None,
+        notice: Callable[[str], None],
     ) -> None:
-        self.folder, self._settings, self._notice = folder, settings, notice
-        if earlier is None:
-            shutil.rmtree(folder, ignore_errors=True)
-        for path in list(folder.iterdir()) if earlier is not None else ():
-            if earlier is not None and path.name != earlier.path.name:
-                shutil.rmtree(path)
+        self.folder, self._batches, self._settings, self._notice = folder, batches, settings, notice
+        discard(folder, keep=earlier)
 
     def write(self, step: int, state: dict[str, Any], checkpoint: Path | None) -> None:
-        """Write the state after `step`. Its batches must be written. checkpoint: the newest. Raises DiskFullError."""
+        """Write the state after `step`, when its batches are written. checkpoint: the newest. Raises DiskFullError."""
+        self._batches.wait()
         base = None if checkpoint is None else str(checkpoint.resolve())
-        begin(self.folder, step, {**state, "settings": self._settings, "checkpoint": base}, self._notice)
+        more = {"left_out": self._batches.left_out, "settings": self._settings, "checkpoint": base}
+        begin(self.folder, step, {**state, **more}, self._notice)
         commit(self.folder, step, {})
         retain(self.folder, _STATES, 0, self._notice)
 
@@ -94,6 +107,16 @@ class Journal:
     def close(self) -> None:
         """Delete all states: the run is complete."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def discard(folder: Path, *, keep: JournalEntry | None = None) -> None:
+    """Delete the states of an earlier session, but for `keep`."""
+    if keep is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for path in list(folder.iterdir()):
+        if path.name != keep.path.name:
+            shutil.rmtree(path)
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,10 @@ class Checkpoints:
 
         more: values of other parts, for `resume`.
         """
+        if self.journal is None:
+            return
         newest, checkpoint = self.newest()
-        if self.journal is None or newest == step:
+        if newest == step:
             return
         with self.log.phase("drain"):
             self.source.drain()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.algorithms.spikes import GradNorms
@@ -63,7 +63,10 @@ class SkippedSteps:
 
     def plain_streaks(self) -> dict[str, dict[str, Any]]:
         """Return the counts as plain values, for `restore_streaks`."""
-        return {role: asdict(streak) for role, streak in self._streaks.items()}
+        return {
+            role: {"first": streak.first, "steps": streak.steps, "causes": dict(streak.causes)}
+            for role, streak in self._streaks.items()
+        }
 
     def restore_streaks(self, streaks: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the counts by those of `plain_streaks`."""

@@ -66,7 +66,7 @@ def _train_to_the_end(
     journal = directory.journal if recipe.train.journal else None
 
     def step_of_resume() -> int | None:
-        return _newest_step(directory.checkpoints, journal)
+        return resumable_step(directory.checkpoints, journal)
 
     failures = Failures(recipe.train.restarts, step_of_resume(), "step in the journal" if journal else "checkpoint")
     command = [*train, str(path), *(["--debug"] if debug else [])]
@@ -94,7 +94,7 @@ def _train_to_the_end(
         time.sleep(delay)
         resume, after = (
             resuming(
-                overrides, recipe.train.resume, has_checkpoint=_newest_step(directory.checkpoints, None) is not None
+                overrides, recipe.train.resume, has_checkpoint=resumable_step(directory.checkpoints, None) is not None
             ),
             cause.splitlines()[0],
         )
@@ -172,7 +172,7 @@ def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _newest_step(checkpoints: Path, journal: Path | None) -> int | None:
+def resumable_step(checkpoints: Path, journal: Path | None) -> int | None:
     """Return the newest step of the run's checkpoints, and of its journal if it has one; None if there is none."""
     steps = [checkpoint_step(path) for path in list_checkpoints(checkpoints)[-1:]]
     journalled = newest_step(journal) if journal is not None else None
