@@ -175,7 +175,7 @@ def test_a_controller_that_dies_again_and_again(seed: int, tmp_path: Path) -> No
     lines, choose = numbers(recipe), random.Random(seed)
     recipe = recipe_of(tmp_path / "killed", KINDS[kind])
     deaths = 0
-    while (run := session(recipe, Death(choose.randrange(10, 70)), word=word_of(kind))) is None:
+    while (run := session(recipe, Death(choose.randrange(20, 150)), word=word_of(kind))) is None:
         deaths += 1
         assert deaths < 100
         if seed % 2:

@@ -124,7 +124,7 @@ class Engine:
 
     def _serve(self) -> None:
         while not self.ended:
-            time.sleep(0.0005)
+            time.sleep(0.002)
             with self.lock:
                 number = self.random.choice([*self.asked]) if self.asked else None
                 done, weights = (None, "") if number is None else self.asked.pop(number)
