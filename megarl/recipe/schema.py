@@ -290,11 +290,11 @@ class TrainConfig:
     )
     resume: str = key(
         "never",
-        "`never`, `auto` (the newest complete checkpoint of the run's directory, if any; damaged ones are skipped with a notice) or a checkpoint's path. The layout may differ from the checkpoint's.",
+        "`never`, `auto` (the newest complete checkpoint of the run's directory, if any; damaged ones are skipped with a notice; with `train.journal` also the steps after it) or a checkpoint's path. The layout may differ from the checkpoint's.",
     )
     restarts: int = key(
         0,
-        "Start the run again from its newest checkpoint after one of its processes, the controller included, has died, hung or lost a connection, or a trainer or engine has raised an error: at most this many times without a new checkpoint in between. The second restart in a row waits 10 s, each further one twice as long, up to 300 s. Errors of the controller, such as a full disk, end the run. Needs `train.save_every`; under torchrun use its --max-restarts. 0: the first failure ends the run.",
+        "Start the run again from its newest checkpoint after one of its processes, the controller included, has died, hung or lost a connection, or a trainer or engine has raised an error: at most this many times without a new checkpoint (with `train.journal`: a new step) in between. The second restart in a row waits 10 s, each further one twice as long, up to 300 s. Errors of the controller, such as a full disk, end the run. Needs `train.save_every`; under torchrun use its --max-restarts. 0: the first failure ends the run.",
         at_least=0,
     )
     trainer_restarts: int = key(
