@@ -90,7 +90,7 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from evaluation_errors(recipe)
     yield from restart_errors(recipe)
     yield from trainer_restart_errors(recipe)
-    yield from journal_errors(recipe)
+    yield from journal_errors(recipe.train)
     yield from spike_errors(recipe)
     yield from staleness_errors(recipe)
     yield from at_update_errors(recipe)

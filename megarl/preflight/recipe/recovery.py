@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megarl.errors import RecipeError
 from megarl.recipe.derived.at_update import update_rule
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe, TrainConfig
 
 Errors = Iterator[RecipeError]
 
@@ -34,12 +34,12 @@ def trainer_restart_errors(recipe: Recipe) -> Errors:
         yield RecipeError("train.trainer_restarts", problem, remedy, value=recipe.train.trainer_restarts)
 
 
-def journal_errors(recipe: Recipe) -> Errors:
-    if not recipe.train.journal:
+def journal_errors(train: TrainConfig) -> Errors:
+    if not train.journal:
         return
-    if recipe.train.source != "rollout":
-        problem = f"train.source={recipe.train.source} samples nothing, and a resume repeats the training since the newest checkpoint"
+    if train.source != "rollout":
+        problem = f"train.source={train.source} samples nothing, and a resume repeats the training since the newest checkpoint"
         yield RecipeError("train.journal", problem, "leave it out, and lower train.save_every", value=True)
-    elif recipe.train.save_every == 0:
+    elif train.save_every == 0:
         problem = "it keeps the batches since the newest checkpoint, and train.save_every = 0 writes none"
         yield RecipeError("train.journal", problem, "set train.save_every, e.g. to 20", value=True)
