@@ -31,7 +31,12 @@ def in_background(recipe: Recipe) -> None:
 
 def with_rollbacks(recipe: Recipe) -> None:
     train = recipe.train
-    train.on_spike, train.spikes_before_rollback, train.save_every, train.stop_after_skipped = "rollback", 1, 2, 0
+    train.on_spike, train.spikes_before_rollback, train.stop_after_skipped = "rollback", 2, 0
+
+
+def filtered(recipe: Recipe) -> None:
+    dynamic = recipe.algorithm.dynamic_sampling
+    dynamic.enabled, dynamic.max_attempts = True, 1
 
 
 KINDS: dict[str, Change] = {
@@ -39,13 +44,16 @@ KINDS: dict[str, Change] = {
     "one step ahead": ahead,
     "background": in_background,
     "rollback": with_rollbacks,
+    "filtered": filtered,
 }
 
 
 def word_of(kind: str) -> Callable[[int], str]:
-    """The groups of steps 4 and 5 break the update. With rollbacks, one of step 5 causes a spike."""
+    """The groups of steps 4 and 5 break the update. Others cause spikes in these steps, or have no spread from step 5 on."""
     if kind == "rollback":
-        return lambda number: "spike" if number == 8 else "answer"
+        return lambda number: "spike" if number in (6, 8) else "answer"
+    if kind == "filtered":
+        return lambda number: "flat" if number >= 8 else "answer"
     return lambda number: "broken" if number in (6, 9) else "answer"
 
 

@@ -8,6 +8,9 @@ from typing import Any, cast
 
 import pytest
 
+from megarl.atomic_files import DiskFullError
+from megarl.checkpoint import kept_batches
+from megarl.checkpoint.journal import Journal
 from megarl.checkpoint.next_commands import after_interruption
 from megarl.commands.train_with_restarts import resumable_step
 from megarl.errors import RecipeError
@@ -176,3 +179,18 @@ def test_restarts_count_steps_of_the_journal_as_progress(tmp_path: Path) -> None
     assert resumable_step(run.checkpoints, run.journal) == 2 and resumable_step(run.checkpoints, None) is None
     assert session(recipe, Death()) is not None
     assert resumable_step(run.checkpoints, run.journal) == STEPS
+
+
+def test_a_state_is_written_after_its_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a resume after a power cut would find the state alone."""
+
+    def full(*args: Any) -> None:
+        raise DiskFullError("the disk is full")
+
+    monkeypatch.setattr(kept_batches, "write_manifest", full)
+    batches = kept_batches.KeptBatches(tmp_path / "batches", durable=True)
+    journal = Journal(tmp_path / "journal", batches, {}, None, str)
+    batches.keep(1, [])
+    with pytest.raises(DiskFullError, match="the disk is full"):
+        journal.write(1, {"source": {"gathered": []}}, None)
+    assert not (tmp_path / "journal").exists() and not list((tmp_path / "batches").iterdir())

@@ -148,7 +148,7 @@ class Engine:
                 1,
                 length - 1,
                 length - 1,
-                reward=float((seed + index) % 3),
+                reward=0.0 if self.word(number) == "flat" else float((seed + index) % 3),
             )
             for index in range(2)
         ]
