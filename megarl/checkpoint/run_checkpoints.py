@@ -30,7 +30,7 @@ def is_due(step: int, every: int) -> bool:
 
 @dataclass
 class Checkpoints:
-    """Checkpoints of a run: the weights through `saver`, the state of the controller (source, KL weight, gradient norms) here.
+    """Checkpoints of a run: the weights through `saver`, the state of the controller (source, KL weight, gradient norms, counts of skipped steps) here.
 
     `trained_step`: the trainers hold the weights after this step; None during an update.
     identity: model, data and seed that a checkpoint belongs to. load_weights: loads the checkpoint in all processes and
@@ -117,12 +117,7 @@ class Checkpoints:
         with self.log.phase("drain"):
             self.source.drain()
         with self.log.phase("journal"):
-            state = {
-                **self._state(step),
-                **more,
-                "streaks": self.skipped.plain_streaks(),
-                "rolled_back_step": self.rolled_back_step,
-            }
+            state = {**self._state(step), **more, "rolled_back_step": self.rolled_back_step}
             self.journal.write(step, state, checkpoint)
 
     def _keeps_others(self, step: int) -> bool:
@@ -218,6 +213,7 @@ class Checkpoints:
             state = load_state(checkpoint)
             self._begin_at(checkpoint, state)
             self.trained_step = self.resumed_step
+            self.skipped.restore_streaks(state.get("streaks", {}))  # older checkpoints have none
             self.source.restore(state["source"])
         self.log.notice(f"resumed after step {state['step']} from {checkpoint}")
         return self.resumed_step, self._unlogged(state)
@@ -251,8 +247,8 @@ class Checkpoints:
             self.log.notice(f"a later checkpoint, which this run abandons, is kept as {path}")
 
     def _save(self, step: int, prepare: Callable[[], None] | None = None) -> None:
-        """Save the weights and the controller's state: step, identity, the step's metrics, source, adapted KL weight and gradient
-        norms.
+        """Save the weights and the controller's state: step, identity, the step's metrics, source, adapted KL weight, gradient
+        norms and counts of skipped steps.
 
         prepare: set if the run ends now. Then do not wait for running groups, and call it before the weights are saved: it
         may end engines, whose samples the state contains.
@@ -276,4 +272,5 @@ class Checkpoints:
             "source": self.source.state(interrupted=interrupted),
             "kl_weight": self.kl_weight.value if adapted else None,
             "grad_norms": {role: norms.state() for role, norms in self.skipped.norms.items()},
+            "streaks": self.skipped.plain_streaks(),
         }
