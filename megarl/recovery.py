@@ -26,15 +26,6 @@ from megarl.trainer.restarts import TrainerRestarts
 from megarl.types import Metrics
 
 
-def train_on_next_batch(run: Run, step: int) -> None:
-    """Take a batch and train on it. The batch is freed on return, before the next one is sampled."""
-    batch = take_batch(run, step)
-    if batch.groups:
-        with_trainers(run, step - 1, lambda: traced_once(run, step, lambda: training_step(run, batch, step)))
-    else:
-        skip_step(run, step)
-
-
 def take_batch(run: Run, step: int) -> Batch:
     """Return the next batch, when it has been sampled, and log its metrics and notices."""
     with run.log.phase("gen") if run.recipe.train.source == "rollout" else run.log.phase("data"):

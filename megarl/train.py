@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+from megarl import recovery
 from megarl.assembly import Run, build_run, connected
 from megarl.checkpoint.journal import JournalEntry
 from megarl.checkpoint.next_commands import after_training, naming_checkpoint
@@ -21,7 +22,8 @@ from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.environment import environment_notices
 from megarl.preflight.run_setup import prepare_run
 from megarl.recipe import Recipe
-from megarl.recovery import finish_step, resume, roll_back_if_due, save_step, train_on_next_batch, with_trainers
+from megarl.recovery import with_trainers
+from megarl.step import training_step
 
 
 def train(recipe: Recipe) -> Path:
@@ -54,11 +56,11 @@ def train(recipe: Recipe) -> Path:
 
 def run_steps(run: Run, checkpoint: Path | None = None, journal: JournalEntry | None = None) -> None:
     """Run from the first step, or from the step after a checkpoint or the journal, to `train.steps`."""
-    done, unlogged_metrics = resume(run, checkpoint, journal)
+    done, unlogged_metrics = recovery.resume(run, checkpoint, journal)
     run.log.begin()
     if unlogged_metrics is not None:  # the killed run had step `done`, but did not write its metrics
         run.log.add(unlogged_metrics)
-        with_trainers(run, done, lambda: finish_step(run, done))
+        with_trainers(run, done, lambda: recovery.finish_step(run, done))
     elif done < run.recipe.train.steps:
         with_trainers(run, done, lambda: run.publish_first_weights(done))
         if run.recipe.evaluation.at_start and done == 0:
@@ -70,14 +72,23 @@ def run_steps(run: Run, checkpoint: Path | None = None, journal: JournalEntry | 
             run.profiling.before_sampling(step)
             run.source.admit(step - 1)
             train_on_next_batch(run, step)
-            roll_back_if_due(run, step)
-            with_trainers(run, step, partial(save_step, run, step))
+            recovery.roll_back_if_due(run, step)
+            with_trainers(run, step, partial(recovery.save_step, run, step))
             if run.is_cut_off(step):
                 break
-            with_trainers(run, step, partial(finish_step, run, step))
+            with_trainers(run, step, partial(recovery.finish_step, run, step))
             run.skipped.check(step)
         with_trainers(run, run.last_step, run.checkpoints.finish)
     run.source.close()
+
+
+def train_on_next_batch(run: Run, step: int) -> None:
+    """Take a batch and train on it. The batch is freed on return, before the next one is sampled."""
+    batch = recovery.take_batch(run, step)
+    if batch.groups:
+        with_trainers(run, step - 1, lambda: recovery.traced_once(run, step, lambda: training_step(run, batch, step)))
+    else:
+        recovery.skip_step(run, step)
 
 
 class _CallableModule(ModuleType):
