@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algorithms.kl import KLWeight
-from megarl.checkpoint.graceful_stop import GracefulStop
+from megarl.checkpoint.graceful_stop import GracefulStop, StopRequested
+from megarl.checkpoint.journal import Journal, discard, training_settings
 from megarl.checkpoint.kept_batches import KeptBatches
 from megarl.checkpoint.next_commands import Repetition
 from megarl.checkpoint.run_checkpoints import Checkpoints
@@ -19,6 +20,7 @@ from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.cluster import connect
 from megarl.cluster.base import Cluster
 from megarl.cluster.device_map import Demand
+from megarl.cluster.outage_watch import ServiceOutage
 from megarl.cluster.stacks.live_run import answering_requests
 from megarl.data.tokenizer import Tokenizer
 from megarl.engines.specs import fixed_models
@@ -53,6 +55,7 @@ from megarl.rollout.tape import ReplayPlan
 from megarl.rollout.teacher.scoring import Teacher
 from megarl.trainer.group import ActorGroup, CriticGroup
 from megarl.trainer.held_out import HeldOut
+from megarl.trainer.repeatable_steps import RepeatableSteps
 from megarl.trainer.restarts import TrainerRestarts
 from megarl.trainer.rollbacks import Rollbacks
 from megarl.trainer.start import Learners
@@ -82,6 +85,7 @@ class Run:
     log: RunLog
     started_devices: int  # of trainers, critic and engines, at the start
     device_peak: float | None  # FLOP/s of a trainer's device; None: unknown
+    repeatable: RepeatableSteps | None = None  # None: no step is trained again
     trainer_restarts: TrainerRestarts | None = None  # None: a failure of a trainer ends the run
     rollbacks: Rollbacks | None = None  # None: spikes cause no rollback
     replay: ReplayPlan | None = None  # of train.replay
@@ -139,17 +143,33 @@ class Run:
         self.devices.give_to_actor()  # its weights may be offloaded
         self.actor.export_hf(folder)
 
+    def forget_saved_steps(self) -> None:
+        """Delete what the run keeps to train steps again, up to the newest checkpoint."""
+        newest, _ = self.checkpoints.newest()
+        if self.checkpoints.journal is not None:
+            self.checkpoints.journal.forget_through(newest)
+        if self.repeatable is not None:
+            self.repeatable.keep_since(newest)
+
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """Run the block, then end the trainer processes in order, unless the block raises; the cluster ends the others."""
+        """Run the block, then end the trainer processes in order, unless the block raises; the cluster ends the others. The journal
+        and its batches remain if the block raises."""
+        journal, complete = self.checkpoints.journal, False
         try:
             yield
             for group in (self.actor, self.critic):
                 if group is not None:
                     group.shutdown()
+            complete = True
+        except (StopRequested, ServiceOutage):
+            self.forget_saved_steps()
+            raise
         finally:
-            if self.trainer_restarts is not None:
-                self.trainer_restarts.batches.close()
+            if journal is not None and complete:
+                journal.close()
+            if self.repeatable is not None:
+                self.repeatable.batches.close(keep=journal is not None and not complete)
 
 
 @contextlib.contextmanager
@@ -179,8 +199,10 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
         log.notice(notice)
     log.add_provenance(_hosts_and_devices(setup.platform.name, started))
     source = _source(setup, samplers, engines, cluster)
-    skipped = SkippedSteps(recipe.train, Repetition(folder, setup.tape is not None, setup.place.checkpoint))
+    has_tape = setup.tape is not None and setup.place.journal is None  # a bundle begins at a checkpoint
+    skipped = SkippedSteps(recipe.train, Repetition(folder, has_tape, setup.place.checkpoint))
     kl_weight = KLWeight(recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_horizon)
+    repeatable, journal = keep_steps(setup, log.notice)
     saver = _saver(setup, started, devices, cluster.check, log.notice)
     load_weights = functools.partial(started.learners.load_checkpoint, devices)
     trace_note = kind_of(setup.platform.name).tracing.engines
@@ -194,7 +216,16 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
         devices=devices,
         evaluate=_evaluation(setup, samplers, actor),
         checkpoints=Checkpoints(
-            recipe.train, saver, source, kl_weight, skipped, setup.place.identity, load_weights, log, stop
+            recipe.train,
+            saver,
+            source,
+            kl_weight,
+            skipped,
+            setup.place.identity,
+            load_weights,
+            log,
+            stop,
+            journal=journal,
         ),
         skipped=skipped,
         kl_weight=kl_weight,
@@ -203,7 +234,8 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
             recipe.observe, actor, engines, log, folder.profile, recipe.rollout.start_timeout, trace_note
         ),
         log=log,
-        trainer_restarts=_trainer_restarts(setup, started.learners, devices, cluster),
+        repeatable=repeatable,
+        trainer_restarts=started.learners.restarts(recipe, cluster, devices),
         rollbacks=Rollbacks.of(recipe.train),
         replay=setup.tape.plan if setup.tape is not None else None,
         started_devices=demand_of(recipe).devices,
@@ -268,21 +300,19 @@ def _hosts_and_devices(device: str, started: Started) -> dict[str, Any]:
     return hosts_and_devices(device, machines, names)
 
 
-def _trainer_restarts(
-    setup: RunSetup, learners: Learners, devices: Placement, cluster: Cluster
-) -> TrainerRestarts | None:
-    """Return what starts failed trainers again; None if the recipe does not want it."""
-    train = setup.recipe.train
-    batches = KeptBatches(setup.place.directory.batches)  # and delete the ones that a killed process has left
-    if not train.trainer_restarts:
-        return None
+def keep_steps(setup: RunSetup, notice: Callable[[str], None]) -> tuple[RepeatableSteps | None, Journal | None]:
+    """Return what keeps batches to train them again, and the journal; None where the recipe does not want it.
 
-    def check() -> None:
-        cluster.check()
-        learners.check()
-
-    start = functools.partial(learners.restart, setup.recipe, cluster, devices)
-    return TrainerRestarts(train.trainer_restarts, batches, start, check)
+    Deletes files of an earlier session, but for the entry of the journal with which this one goes on.
+    """
+    train, place = setup.recipe.train, setup.place
+    earlier = place.journal.batches if place.journal is not None else ()
+    batches = KeptBatches(place.directory.batches, durable=train.journal, earlier=earlier)
+    repeatable = RepeatableSteps(batches) if train.trainer_restarts or train.journal else None
+    if not train.journal:
+        discard(place.directory.journal)
+        return repeatable, None
+    return repeatable, Journal(place.directory.journal, batches, training_settings(setup.recipe), place.journal, notice)
 
 
 def connect_engines(

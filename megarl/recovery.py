@@ -1,5 +1,6 @@
-"""The parts of a step that need trainers. With `train.trainer_restarts` each is repeated after the trainers have failed; with
-`train.on_spike: rollback` the trainers go back to a checkpoint after spikes."""
+"""The parts of a step that need trainers, and the resume of a run. With `train.trainer_restarts` each part is repeated after the
+trainers have failed; with `train.on_spike: rollback` the trainers go back to a checkpoint after spikes; with `train.journal` a
+resume goes on after the last step."""
 
 from __future__ import annotations
 
@@ -7,13 +8,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from megarl.assembly import Run
+from megarl.checkpoint.controller_state import load_state
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
+from megarl.checkpoint.journal import JournalEntry
 from megarl.checkpoint.run_checkpoints import is_due
 from megarl.checkpoint.skipped_steps import Streak
 from megarl.cluster.failures import WorkerFailed
 from megarl.errors import ProcessFailure, SpoiledWeights, pluralize
+from megarl.observe.metrics import read_metrics
 from megarl.rollout.source import Batch
 from megarl.step import training_step
 from megarl.trainer.reference import refresh_reference_if_due
@@ -38,15 +43,15 @@ def traced_once(run: Run, step: int, train: Callable[[], None]) -> None:
     """Call `train`, the first training of `step`, traced if the recipe wants a trace of the step."""
     with run.profiling.training(step):
         train()
-    if run.trainer_restarts is not None:
-        run.trainer_restarts.record(step, run.log.pending())
+    if run.repeatable is not None:
+        run.repeatable.record(step, run.log.pending())
 
 
 def skip_step(run: Run, step: int) -> None:
     """Leave the policy unchanged in `step`: its batch is empty."""
     run.profiling.nothing_to_compute(step)
-    if run.trainer_restarts is not None:
-        run.trainer_restarts.batches.keep(step, [])
+    if run.repeatable is not None:
+        run.repeatable.batches.keep(step, [])
     with_trainers(run, step - 1, run.devices.give_to_actor)
     run.log.warn(f"step {step}: no group with spread was found, so the policy is not updated", "update")
     run.log.add({"actor/skipped_updates": float(run.recipe.actor.optimizer_steps)})
@@ -54,11 +59,13 @@ def skip_step(run: Run, step: int) -> None:
 
 
 def save_step(run: Run, step: int) -> None:
-    """Refresh the reference policy and save a checkpoint, if the recipe says so. Raises StopRequested after SIGTERM."""
+    """Refresh the reference policy, and save a checkpoint and the journal, if the recipe says so. Raises StopRequested after
+    SIGTERM."""
     refresh_reference_if_due(run.actor, run.log, run.recipe.algorithm, step)
     run.checkpoints.save_if_due(step)
-    if run.trainer_restarts is not None:
-        run.trainer_restarts.keep_since(run.checkpoints.newest()[0])
+    run.checkpoints.write_journal(step, {"rollbacks": run.rollbacks.state() if run.rollbacks is not None else None})
+    run.forget_saved_steps()
+    run.checkpoints.stop.check()
 
 
 def finish_step(run: Run, step: int) -> None:
@@ -103,8 +110,8 @@ def roll_back_if_due(run: Run, step: int) -> None:
     )
     rollbacks.record(checkpoint)
     run.skipped.reset_to({})  # so that train.stop_after_skipped counts steps after the rollback only
-    if run.trainer_restarts is not None:
-        run.trainer_restarts.leave_out(checkpoint + 1, step)
+    if run.repeatable is not None:
+        run.repeatable.leave_out(range(checkpoint + 1, step + 1))
     run.checkpoints.abandon_after(checkpoint)
     run.checkpoints.rolled_back_step = step
     with_trainers(run, step, partial(roll_back, run, step))
@@ -203,21 +210,62 @@ def restart_trainers(run: Run, restarts: TrainerRestarts, trained: int, before: 
         run.log.warn(f"{restarts.newest_failure}\nThe trainers start again (train.trainer_restarts)", "death")
         restarts.start()
         checkpoint = run.checkpoints.restore_trainers()
-        run.devices.give_to_actor()
-        differences: list[float] = []
-        for step in range(checkpoint + 1, trained + 1):
-            groups = restarts.batches.read(step)
-            with run.log.repeating() as metrics:
-                if groups:
-                    training_step(run, Batch(groups), step)
-            if is_due(step, run.recipe.algorithm.refresh_reference_every):
-                run.actor.refresh_reference(step)
-            differences += restarts.differences(step, metrics)
-            restarts.retrained += 1
+        differences = train_again(run, checkpoint, trained)
         run.skipped.reset_to(before.streaks)
         run.checkpoints.trained_step = before.trained_step
         run.log.notice(recovered_text(checkpoint, trained, differences, time.monotonic() - began))
-    run.log.add(restarts.metrics())
+    run.log.add({**restarts.metrics(), **retrained_metrics(run)})
+
+
+def train_again(run: Run, checkpoint: int, trained: int) -> list[float]:
+    """Train the steps after `checkpoint`, whose weights the trainers have, to `trained` again on their kept batches.
+
+    Returns by how much their gradient norms differ from the first ones.
+    """
+    assert run.repeatable is not None
+    run.devices.give_to_actor()
+    differences: list[float] = []
+    for step in range(checkpoint + 1, trained + 1):
+        groups = run.repeatable.batches.read(step)
+        with run.log.repeating() as metrics:
+            if groups:
+                training_step(run, Batch(groups), step)
+        if is_due(step, run.recipe.algorithm.refresh_reference_every):
+            run.actor.refresh_reference(step)
+        differences += run.repeatable.differences(step, metrics)
+        run.repeatable.retrained += 1
+    return differences
+
+
+def retrained_metrics(run: Run) -> Metrics:
+    """Return how many steps were trained again in this session."""
+    return {"recovery/retrained_steps": float(run.repeatable.retrained if run.repeatable is not None else 0)}
+
+
+def resume(run: Run, checkpoint: Path | None, entry: JournalEntry | None) -> tuple[int, Metrics | None]:
+    """Restore the run from `checkpoint` (None: it begins with the starting model), and with `entry` from the journal after it.
+
+    Returns the last step, and its metrics if its line was never written.
+    """
+    if entry is None:
+        return run.checkpoints.resume(checkpoint) if checkpoint is not None else (0, None)
+    began = time.monotonic()
+    with run.log.phase("load"):
+        run.checkpoints.begin_at(checkpoint)
+    with run.log.phase("recovery"):
+        assert run.repeatable is not None
+        state = load_state(entry.path)
+        run.repeatable.batches.leave_out(entry.left_out)
+        for line in [*read_metrics(run.log.run_dir.metrics), {**state["metrics"], "step": entry.step}]:
+            run.repeatable.record(int(line["step"]), line)
+        differences = train_again(run, entry.after, entry.step)
+        unlogged = run.checkpoints.go_on_with(state)
+        if run.rollbacks is not None and state["rollbacks"] is not None:
+            run.rollbacks.restore(state["rollbacks"])
+    run.log.add(retrained_metrics(run))
+    text = recovered_text(entry.after, entry.step, differences, time.monotonic() - began)
+    run.log.notice(f"resumed after step {entry.step} from the journal: {text}")
+    return entry.step, unlogged
 
 
 def recovered_text(checkpoint: int, trained: int, differences: list[float], seconds: float) -> str:

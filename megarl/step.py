@@ -26,13 +26,13 @@ from megarl.types import Metrics
 def training_step(run: Run, batch: Batch, step: int) -> None:
     """Train on `batch`. See `StepPasses` for the order."""
     passes = passes_of(run.recipe.algorithm, run.recipe.critic.warmup_steps, step)
-    restarts = run.trainer_restarts
-    if restarts is None or step not in restarts.batches:  # a batch that was kept has the teacher's scores
+    kept = run.repeatable.batches if run.repeatable is not None else None
+    if kept is None or step not in kept:  # a batch that was kept has the teacher's scores
         if passes.teacher and run.teacher is not None:  # before the plan, which holds the locations of the vectors
             with run.log.phase("teacher"):
                 run.teacher.score(batch.groups)
-        if restarts is not None:
-            restarts.batches.keep(step, batch.groups)
+        if kept is not None:
+            kept.keep(step, batch.groups)
     plan = run.actor.plan(batch.groups)
     advantages = None
     if passes.critic is CriticPass.FIRST:

@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+from megarl import recovery
 from megarl.assembly import Run, build_run, connected
+from megarl.checkpoint.journal import JournalEntry
 from megarl.checkpoint.next_commands import after_training, naming_checkpoint
 from megarl.cluster import is_controller, serve
 from megarl.errors import as_input_error
@@ -20,7 +22,7 @@ from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.environment import environment_notices
 from megarl.preflight.run_setup import prepare_run
 from megarl.recipe import Recipe
-from megarl.recovery import finish_step, roll_back_if_due, save_step, skip_step, take_batch, traced_once, with_trainers
+from megarl.recovery import with_trainers
 from megarl.step import training_step
 
 
@@ -45,7 +47,7 @@ def train(recipe: Recipe) -> Path:
             with log.phase("start"):
                 run = build_run(setup, cluster, log)
             with run.closing():
-                run_steps(run, resume_from=setup.place.checkpoint)
+                run_steps(run, setup.place.checkpoint, setup.place.journal)
                 if run.exports_at_end:
                     with log.phase("export"):
                         with_trainers(run, run.last_step, lambda: run.export(directory.path / "hf"))
@@ -53,27 +55,29 @@ def train(recipe: Recipe) -> Path:
     return directory.path
 
 
-def run_steps(run: Run, resume_from: Path | None = None) -> None:
-    """Run from the first step, or from the step after a checkpoint, to `train.steps`."""
-    done, unlogged_metrics = run.checkpoints.resume(resume_from) if resume_from else (0, None)
+def run_steps(run: Run, checkpoint: Path | None = None, journal: JournalEntry | None = None) -> None:
+    """Run from the first step, or from the step after a checkpoint or the journal, to `train.steps`."""
+    done, unlogged_metrics = recovery.resume(run, checkpoint, journal)
     run.log.begin()
-    if unlogged_metrics is not None:  # the killed run saved step `done`, but did not write its metrics
+    if unlogged_metrics is not None:  # the killed run had step `done`, but did not write its metrics
         run.log.add(unlogged_metrics)
-        with_trainers(run, done, lambda: finish_step(run, done))
+        with_trainers(run, done, lambda: recovery.finish_step(run, done))
     elif done < run.recipe.train.steps:
         with_trainers(run, done, lambda: run.publish_first_weights(done))
         if run.recipe.evaluation.at_start and done == 0:
             with_trainers(run, 0, lambda: run.evaluate_policy(after_step=0))
     with run.checkpoints.saved_at_end(run.devices.reclaim):
+        if journal is not None and done == run.recipe.train.steps:  # its save may have been lost with the controller
+            with_trainers(run, done, partial(run.checkpoints.save_if_due, done))
         for step in range(done + 1, run.last_step + 1):
             run.profiling.before_sampling(step)
             run.source.admit(step - 1)
             train_on_next_batch(run, step)
-            roll_back_if_due(run, step)
-            with_trainers(run, step, partial(save_step, run, step))
+            recovery.roll_back_if_due(run, step)
+            with_trainers(run, step, partial(recovery.save_step, run, step))
             if run.is_cut_off(step):
                 break
-            with_trainers(run, step, partial(finish_step, run, step))
+            with_trainers(run, step, partial(recovery.finish_step, run, step))
             run.skipped.check(step)
         with_trainers(run, run.last_step, run.checkpoints.finish)
     run.source.close()
@@ -81,11 +85,11 @@ def run_steps(run: Run, resume_from: Path | None = None) -> None:
 
 def train_on_next_batch(run: Run, step: int) -> None:
     """Take a batch and train on it. The batch is freed on return, before the next one is sampled."""
-    batch = take_batch(run, step)
+    batch = recovery.take_batch(run, step)
     if batch.groups:
-        with_trainers(run, step - 1, lambda: traced_once(run, step, lambda: training_step(run, batch, step)))
+        with_trainers(run, step - 1, lambda: recovery.traced_once(run, step, lambda: training_step(run, batch, step)))
     else:
-        skip_step(run, step)
+        recovery.skip_step(run, step)
 
 
 class _CallableModule(ModuleType):

@@ -29,6 +29,7 @@ from megarl.recovery import recovered_text
 from megarl.rollout.source import Batch
 from megarl.train import run_steps
 from megarl.trainer.group import ActorGroup
+from megarl.trainer.repeatable_steps import RepeatableSteps
 from megarl.trainer.restarts import TrainerRestarts
 from megarl.trainer.rollbacks import Rollbacks
 from megarl.types import Group, InlineData, Metrics, Sample, SampleTokens
@@ -187,7 +188,7 @@ def fit(
             failing.failure = None
             actor.workers = cast(Any, workers(failing))
 
-        restarts = TrainerRestarts(most, KeptBatches(folder / "batches"), start, failing.check)
+        restarts = TrainerRestarts(most, start, failing.check)
         checkpoints = Checkpoints(
             recipe.train, saver, source, kl_weight, skipped, {}, load, log, GracefulStop(60.0)
         )  # fmt: skip
@@ -196,7 +197,7 @@ def fit(
         tokenizer: Any = SimpleNamespace(decode=lambda ids, special=False: str(ids))
         run = Run(
             recipe, actor, None, None, source, placement, None, checkpoints, skipped, kl_weight, tokenizer, profiling,
-            log, 1, None, restarts, Rollbacks.of(recipe.train),
+            log, 1, None, RepeatableSteps(KeptBatches(folder / "batches")), restarts, Rollbacks.of(recipe.train),
         )  # fmt: skip
         run_steps(run)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -256,14 +257,14 @@ def test_an_error_that_occurs_each_time_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_other_numbers_of_a_repeated_step_are_said() -> None:
-    restarts = TrainerRestarts(1, cast(Any, None), lambda: None, lambda: None)
-    restarts.record(3, {"actor/grad_norm": 2.0})
-    restarts.record(4, {"actor/grad_norm": math.nan})
-    assert restarts.differences(3, {"actor/grad_norm": 2.0}) == [0.0]
-    assert restarts.differences(3, {"actor/grad_norm": 2.25}) == [0.25]
-    assert restarts.differences(3, {"actor/grad_norm": math.nan}) == [math.inf], "the hardware may be faulty"
-    assert restarts.differences(4, {"actor/grad_norm": math.nan}) == [0.0]
-    assert restarts.differences(5, {"actor/grad_norm": 1.0}) == [], "it is trained for the first time"
+    steps = RepeatableSteps(cast(Any, None))
+    steps.record(3, {"actor/grad_norm": 2.0})
+    steps.record(4, {"actor/grad_norm": math.nan})
+    assert steps.differences(3, {"actor/grad_norm": 2.0}) == [0.0]
+    assert steps.differences(3, {"actor/grad_norm": 2.25}) == [0.25]
+    assert steps.differences(3, {"actor/grad_norm": math.nan}) == [math.inf], "the hardware may be faulty"
+    assert steps.differences(4, {"actor/grad_norm": math.nan}) == [0.0]
+    assert steps.differences(5, {"actor/grad_norm": 1.0}) == [], "it is trained for the first time"
     assert recovered_text(0, 2, [], 7.4) == (
         "the trainers have the weights after step 2 again, in 7 s, from the starting model; steps 1 to 2 were trained again on "
         "their batches"

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints, resume_hint
+from megarl.checkpoint.journal import newest_step
 from megarl.errors import InputError, RecipeError, SpoiledWeights
 from megarl.observe.restarts import restarts_by_command
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sessions import time_lines
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe, TrainConfig
 
 _COMMAND = "python -m megarl"
 
@@ -83,8 +84,21 @@ def after_interruption(recipe: Recipe, run: RunDirectory) -> list[str]:
     """Return the last lines of a run that Ctrl-C or SIGTERM ended: its folder and how to resume."""
     return [
         f"{recipe.name}: stopped; its files are in {shown(run.path)}",
-        resume_hint(run.checkpoints, recipe.train.resume),
+        _resume_line(recipe.train, run.checkpoints, run.journal),
     ]
+
+
+def _resume_line(train: TrainConfig, checkpoints: Path, journal: Path) -> str:
+    """Return how to resume: from a checkpoint, or from the journal after it."""
+    step, key = newest_step(journal), "" if train.resume == "auto" else " with train.resume=auto"
+    saved = list_checkpoints(checkpoints)
+    if not train.journal or step is None or (saved and checkpoint_step(saved[-1]) >= step):
+        return resume_hint(checkpoints, train.resume)
+    start = f"the checkpoint of step {checkpoint_step(saved[-1])}" if saved else "where the run began"
+    return (
+        f"The journal has the steps up to {step} (train.journal). Go on after it: the same command{key}, which trains the steps since "
+        f"{start} again without sampling."
+    )
 
 
 def shown(path: Path) -> Path:
@@ -112,7 +126,7 @@ def naming_checkpoint(recipe: Recipe, directory: RunDirectory) -> Iterator[None]
         if restarts_by_command() or isinstance(error, SpoiledWeights):
             raise
         try:
-            note = resume_hint(directory.checkpoints.absolute(), recipe.train.resume)
+            note = _resume_line(recipe.train, directory.checkpoints.absolute(), directory.journal)
         except OSError as problem:  # e.g. the disk failed
             note = f"The checkpoints could not be listed: {problem}"
         error.__notes__ = [*getattr(error, "__notes__", ()), note]  # add_note needs Python 3.11

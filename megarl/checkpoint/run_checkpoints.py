@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from megarl.algorithms.kl import KLWeight
 from megarl.checkpoint.controller_state import load_state
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints, set_aside_later
 from megarl.checkpoint.graceful_stop import GracefulStop, StopRequested
+from megarl.checkpoint.journal import Journal
 from megarl.checkpoint.saver import Saver
 from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.cluster.failures import ClusterError
@@ -29,7 +30,7 @@ def is_due(step: int, every: int) -> bool:
 
 @dataclass
 class Checkpoints:
-    """Checkpoints of a run: the weights through `saver`, the state of the controller (source, KL weight, gradient norms) here.
+    """Checkpoints of a run: the weights through `saver`, the state of the controller (source, KL weight, gradient norms, counts of skipped steps) here.
 
     `trained_step`: the trainers hold the weights after this step; None during an update.
     identity: model, data and seed that a checkpoint belongs to. load_weights: loads the checkpoint in all processes and
@@ -50,6 +51,7 @@ class Checkpoints:
     resumed_step: int = 0
     lost_step: int | None = None  # of a save that was lost when trainers failed
     rolled_back_step: int | None = None  # the last step after which the trainers went back to the newest checkpoint
+    journal: Journal | None = None  # None: a resume goes on after the newest checkpoint
 
     def poll(self, *, wait: bool = False) -> None:
         """Commit a background save that has been written. `wait`: wait until it is."""
@@ -80,7 +82,7 @@ class Checkpoints:
             raise
 
     def save_if_due(self, step: int) -> None:
-        """Save after the training of `step`, if the recipe says so. Raises StopRequested after SIGTERM.
+        """Save after the training of `step`, if the recipe says so.
 
         With `train.save_at_end` the run goes on after SIGTERM in the last step, since everything is saved.
         """
@@ -101,7 +103,22 @@ class Checkpoints:
                 self.log.notice(f"step {step}: no checkpoint, since {why}; the ones before it are kept")
             else:
                 self._save(step)
-        self.stop.check()
+
+    def write_journal(self, step: int, more: Mapping[str, Any]) -> None:
+        """Write the state after the training of `step` to the journal, unless the checkpoint of this step is complete.
+
+        more: values of other parts, for `resume`.
+        """
+        if self.journal is None:
+            return
+        newest, checkpoint = self.newest()
+        if newest == step:
+            return
+        with self.log.phase("drain"):
+            self.source.drain()
+        with self.log.phase("journal"):
+            state = {**self._state(step), **more, "rolled_back_step": self.rolled_back_step}
+            self.journal.write(step, state, checkpoint)
 
     def _keeps_others(self, step: int) -> bool:
         """Return whether a checkpoint of `step` would have the weights of an earlier one, and might displace a better one."""
@@ -194,13 +211,35 @@ class Checkpoints:
         """Restore the run. Returns the checkpoint's step, and the step's metrics if its line was never written."""
         with self.log.phase("load"):
             state = load_state(checkpoint)
-            self.trained_step = self.resumed_step = int(state["step"])
-            self.resumed = checkpoint
-            self._load(checkpoint, state)
+            self._begin_at(checkpoint, state)
+            self.trained_step = self.resumed_step
+            self.skipped.restore_streaks(state.get("streaks", {}))  # older checkpoints have none
             self.source.restore(state["source"])
-            self.abandon_after(state["step"])
         self.log.notice(f"resumed after step {state['step']} from {checkpoint}")
-        return int(state["step"]), state["metrics"] if self.log.next_step == state["step"] else None
+        return self.resumed_step, self._unlogged(state)
+
+    def begin_at(self, checkpoint: Path | None) -> None:
+        """Load `checkpoint` into the trainers (None: they have the starting model), and set later ones aside. `go_on_with` restores
+        the source."""
+        if checkpoint is not None:
+            self._begin_at(checkpoint, load_state(checkpoint))
+
+    def _begin_at(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        self.resumed, self.resumed_step = checkpoint, int(state["step"])
+        self._load(checkpoint, state)
+        self.abandon_after(self.resumed_step)
+
+    def go_on_with(self, state: dict[str, Any]) -> Metrics | None:
+        """Go on with a journalled `state`: the trainers have the weights after its step, with KL weight and gradient norms. Returns
+        the step's metrics if its line was never written."""
+        self.skipped.restore_streaks(state["streaks"])
+        self.rolled_back_step = state["rolled_back_step"]
+        self.source.restore(state["source"])
+        self.trained_step = int(state["step"])
+        return self._unlogged(state)
+
+    def _unlogged(self, state: dict[str, Any]) -> Metrics | None:
+        return state["metrics"] if self.log.next_step == state["step"] else None
 
     def abandon_after(self, step: int) -> None:
         """Set aside the checkpoints of steps after `step`, from which the run goes on."""
@@ -208,8 +247,8 @@ class Checkpoints:
             self.log.notice(f"a later checkpoint, which this run abandons, is kept as {path}")
 
     def _save(self, step: int, prepare: Callable[[], None] | None = None) -> None:
-        """Save the weights and the controller's state: step, identity, provenance, the step's metrics, source, adapted KL weight
-        and gradient norms.
+        """Save the weights and the controller's state: step, identity, provenance, the step's metrics, source, adapted KL weight, gradient
+        norms and counts of skipped steps.
 
         prepare: set if the run ends now. Then do not wait for running groups, and call it before the weights are saved: it
         may end engines, and the state contains their samples.
@@ -218,17 +257,21 @@ class Checkpoints:
             with self.log.phase("drain"):
                 self.source.drain()
         with self.log.phase("save"):
-            adapted = self.kl_weight.target is not None  # a fixed weight comes from the recipe
-            state = {
-                "step": step,
-                "identity": self.identity,
-                "provenance": self.log.provenance,
-                # The step's line is not written yet, and a kill must not lose it.
-                "metrics": self.log.pending() if self.log.next_step == step else {},
-                "source": self.source.state(interrupted=prepare is not None),
-                "kl_weight": self.kl_weight.value if adapted else None,
-                "grad_norms": {role: norms.state() for role, norms in self.skipped.norms.items()},
-            }
+            state = self._state(step, interrupted=prepare is not None)
             if prepare is not None:
                 prepare()
             self.log.add(self.saver.save(step, state))
+
+    def _state(self, step: int, *, interrupted: bool = False) -> dict[str, Any]:
+        adapted = self.kl_weight.target is not None  # a fixed weight comes from the recipe
+        return {
+            "step": step,
+            "identity": self.identity,
+            "provenance": self.log.provenance,
+            # The step's line is not written yet, and a kill must not lose it.
+            "metrics": self.log.pending() if self.log.next_step == step else {},
+            "source": self.source.state(interrupted=interrupted),
+            "kl_weight": self.kl_weight.value if adapted else None,
+            "grad_norms": {role: norms.state() for role, norms in self.skipped.norms.items()},
+            "streaks": self.skipped.plain_streaks(),
+        }

@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megarl.algorithms.spikes import GradNorms
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
@@ -59,6 +60,19 @@ class SkippedSteps:
     def reset_to(self, streaks: dict[str, Streak]) -> None:
         """Forget what was noted since `streaks` returned these counts."""
         self._streaks = copy.deepcopy(streaks)
+
+    def plain_streaks(self) -> dict[str, dict[str, Any]]:
+        """Return the counts as plain values, for `restore_streaks`."""
+        return {
+            role: {"first": streak.first, "steps": streak.steps, "causes": dict(streak.causes)}
+            for role, streak in self._streaks.items()
+        }
+
+    def restore_streaks(self, streaks: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace the counts by those of `plain_streaks`."""
+        self._streaks = {
+            role: Streak(each["first"], each["steps"], Counter(each["causes"])) for role, each in streaks.items()
+        }
 
     @property
     def keeps_checkpoints(self) -> bool:

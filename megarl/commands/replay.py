@@ -19,7 +19,7 @@ from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.replay import no_plan, recipe_file
 from megarl.recipe.load import read_recipe
 from megarl.recipe.schema import TrainConfig
-from megarl.rollout.tape import ReplayPlan, TapeSegment, history, other_format, segments_of
+from megarl.rollout.tape import ReplayPlan, TapeSegment, from_journal, history, other_format, segments_of
 
 _SHOWN = 5  # differing metrics in the output
 _FIXED = ("name", "runs_dir", "train.replay", "train.resume")  # settings of this command
@@ -118,6 +118,8 @@ def starts_of(recorded: RunDirectory, overrides: Sequence[str]) -> list[Start]:
         raise ValueError(f"{no_plan(recorded)}. {remedy}")
     if (problem := other_format(plans)) is not None:
         raise ValueError(f"{recorded.path}: {problem}. Replay it with that version of megarl")
+    if (problem := from_journal(plans)) is not None:
+        raise ValueError(f"{recorded.path}: {problem}")
     starts: list[Start] = []
     saving: TrainConfig | None = None  # of the start before
     for index, plan in enumerate(plans):

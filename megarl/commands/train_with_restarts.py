@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
+from megarl.checkpoint.journal import newest_step
 from megarl.cluster import under_torchrun
 from megarl.cluster.failures import exit_cause
 from megarl.cluster.orphan_reaper import marked, sweep
@@ -61,8 +62,13 @@ def train_with_restarts(
 def _train_to_the_end(
     recipe: Recipe, path: Path, overrides: Sequence[str], alerts: Alerts, *, debug: bool, train: Sequence[str]
 ) -> int:
-    checkpoints = RunDirectory(Path(recipe.runs_dir) / recipe.name).checkpoints
-    failures = Failures(recipe.train.restarts, _newest_step(checkpoints))
+    directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
+    journal = directory.journal if recipe.train.journal else None
+
+    def step_of_resume() -> int | None:
+        return resumable_step(directory.checkpoints, journal)
+
+    failures = Failures(recipe.train.restarts, step_of_resume(), "step in the journal" if journal else "checkpoint")
     command = [*train, str(path), *(["--debug"] if debug else [])]
     resume, after = [*overrides], ""
     while True:
@@ -70,9 +76,9 @@ def _train_to_the_end(
         cause = cause_of_restart(end, restarted=bool(after))
         if cause is None:
             if end.report is not None and end.status not in STOPPED:
-                alerts.send("failure", end.report.cause, _newest_step(checkpoints) or 0)
+                alerts.send("failure", end.report.cause, step_of_resume() or 0)
             return end.status
-        delay = failures.note(cause, _newest_step(checkpoints))
+        delay = failures.note(cause, step_of_resume())
         step = failures.newest_step
         if delay is None:
             _print(failures.last_words)
@@ -82,11 +88,16 @@ def _train_to_the_end(
             _print(cause)
         place = "without a checkpoint" if step is None else f"from step {step}"
         wait = f" in {delay:.0f} s" if delay else ""
-        count = f"failure {failures.in_a_row} of at most {failures.limit} without a new checkpoint"
+        count = f"failure {failures.in_a_row} of at most {failures.limit} without a new {failures.progress}"
         _print(f"the run is started again {place}{wait} ({count})")
         alerts.send("restart", cause, step or 0)
         time.sleep(delay)
-        resume, after = resuming(overrides, recipe.train.resume, has_checkpoint=step is not None), cause.splitlines()[0]
+        resume, after = (
+            resuming(
+                overrides, recipe.train.resume, has_checkpoint=resumable_step(directory.checkpoints, None) is not None
+            ),
+            cause.splitlines()[0],
+        )
 
 
 @dataclass(frozen=True)
@@ -112,10 +123,11 @@ def cause_of_restart(end: Ended, *, restarted: bool) -> str | None:
 
 
 class Failures:
-    """Counts failures without a new checkpoint in between. `limit`: `train.restarts`; `newest_step`: of the checkpoints."""
+    """Counts failures without progress in between. `limit`: `train.restarts`; `newest_step`: of the checkpoints and the journal;
+    `progress`: a newer one, for messages."""
 
-    def __init__(self, limit: int, newest_step: int | None) -> None:
-        self.limit, self.newest_step, self.in_a_row = limit, newest_step, 0
+    def __init__(self, limit: int, newest_step: int | None, progress: str = "checkpoint") -> None:
+        self.limit, self.newest_step, self.in_a_row, self.progress = limit, newest_step, 0, progress
         self.last_words = ""  # after too many failures
 
     def note(self, cause: str, newest_step: int | None) -> float | None:
@@ -125,7 +137,7 @@ class Failures:
         self.in_a_row = 1 if progressed else self.in_a_row + 1
         if self.in_a_row > self.limit:
             self.last_words = (
-                f"{self.in_a_row} failures without a new checkpoint in between (train.restarts={self.limit}): the run ends. "
+                f"{self.in_a_row} failures without a new {self.progress} in between (train.restarts={self.limit}): the run ends. "
                 f"Last cause: {cause.splitlines()[0]}"
             )
             return None
@@ -160,6 +172,8 @@ def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _newest_step(checkpoints: Path) -> int | None:
-    saved = list_checkpoints(checkpoints)
-    return checkpoint_step(saved[-1]) if saved else None
+def resumable_step(checkpoints: Path, journal: Path | None) -> int | None:
+    """Return the newest step of the run's checkpoints, and of its journal if it has one; None if there is none."""
+    steps = [checkpoint_step(path) for path in list_checkpoints(checkpoints)[-1:]]
+    journalled = newest_step(journal) if journal is not None else None
+    return max([*steps, *([] if journalled is None else [journalled])], default=None)

@@ -61,7 +61,7 @@ class RunLog:
         trained_steps: int = 0,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
-        """trained_steps: of the checkpoint, which may contain step `first_step` already: its samples are kept.
+        """trained_steps: of the checkpoint or journal, which may contain step `first_step` already: its samples are kept.
         provenance: of this start (megarl/preflight/provenance.py); None: unknown."""
         self.run_dir = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(run_dir)
         self.next_step = first_step
@@ -88,7 +88,8 @@ class RunLog:
         self._parts.callback(self._close_alerts)
         sinks = make_sinks(self._recipe, self.run_dir, first_step, self.warn)
         self._metrics = MetricsLog(self.run_dir, sinks)
-        kept = first_step - 1 if first_step > 1 else -1  # a fresh run discards step 0 too, the evaluation at the start
+        # A fresh run discards step 0 too, the evaluation at the start.
+        kept = first_step - 1 if first_step > 1 or trained_steps else -1
         discarded = self._metrics.truncate_after(kept)
         for folder in (self.run_dir.samples, self.run_dir.tokens):
             discard_steps_after(folder, max(kept, trained_steps))

@@ -34,7 +34,8 @@ class RunDirectory:
         profile/                 step_3/: traces of trainers, engine0/: traces of an engine (observe.profile_...)
         tape/                    the run's events, for train.replay: controller.jsonl, a file per engine, judge.jsonl, recipes
         checkpoints/
-        batches/                 batches since the newest checkpoint, while the run lives (train.trainer_restarts)
+        batches/                 batches since the newest checkpoint, until the run is complete (train.trainer_restarts, train.journal)
+        journal/                 the controller's state after the newest steps, until the run is complete (train.journal)
         report.html  summary.json
         run.lock                 locked while the run lives
     """
@@ -54,6 +55,7 @@ class RunDirectory:
         self.tape = self.path / "tape"
         self.checkpoints = self.path / "checkpoints"
         self.batches = self.path / "batches"
+        self.journal = self.path / "journal"
         self.report = self.path / "report.html"
         self.summary = self.path / "summary.json"
         self.tracker_ids = self.path / "trackers.json"

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megarl.atomic_files import disk_errors, write_atomically
-from megarl.checkpoint.folder import checkpoint_name, checkpoint_step
+from megarl.checkpoint.folder import checkpoint_name
 from megarl.engines.tape import Record
 from megarl.errors import RecipeError, plain
 from megarl.observe.run_dir import RunDirectory
-from megarl.preflight.run_directory import RunPlace
+from megarl.preflight.run_directory import RunPlace, is_own_checkpoint
 from megarl.recipe.derived.at_update import is_continuous
 from megarl.recipe.load import flat_settings, read_recipe, to_yaml
 from megarl.recipe.schema import Recipe
@@ -19,6 +19,7 @@ from megarl.rollout.tape import (
     TAPE_FORMAT,
     ReplayPlan,
     RunTape,
+    from_journal,
     history,
     other_format,
     segment_of_checkpoint,
@@ -61,6 +62,9 @@ def replay_errors(recipe: Recipe) -> Iterator[RecipeError]:
     if (problem := with_deaths(plans)) is not None:
         yield _error(recipe.train.replay, problem, "replay a run in which no engine died")
         return
+    if (problem := from_journal(plans)) is not None:
+        yield _error(recipe.train.replay, problem, "replay a run that has begun at a checkpoint, or at step 1")
+        return
     if recorded.path.resolve() == (Path(recipe.runs_dir) / recipe.name).resolve():
         yield _error(
             recipe.train.replay,
@@ -97,10 +101,10 @@ def open_tape(recipe: Recipe, place: RunPlace) -> RunTape | None:
     if cannot_replay(recipe) is not None:
         return None
     folder = place.directory.tape
-    after = 0 if place.checkpoint is None else checkpoint_step(place.checkpoint)
+    after, state = place.trained_steps, place.state
     saved_by, numbers = None, {segment.number for segment in segments_of(folder)}
-    if place.checkpoint is not None and place.checkpoint.parent.resolve() == place.directory.checkpoints.resolve():
-        saved_by = segment_of_checkpoint(place.checkpoint)
+    if state is not None and (place.journal is not None or is_own_checkpoint(place.directory, state)):
+        saved_by = segment_of_checkpoint(state)
     resumed = saved_by if saved_by in numbers else None  # the tape may be lost while checkpoints remain
     number = max([-1 if saved_by is None else saved_by, *numbers]) + 1
     header = {
@@ -109,6 +113,7 @@ def open_tape(recipe: Recipe, place: RunPlace) -> RunTape | None:
         "after": after,
         "resumed": resumed,
         "unlogged": place.first_step <= after,
+        "journal": place.journal is not None,
         "identity": place.identity,
     }
     recorded = None if recipe.train.replay is None else RunDirectory(recipe.train.replay).tape

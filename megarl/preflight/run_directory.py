@@ -11,8 +11,9 @@ from typing import Any
 
 import yaml
 
-from megarl.checkpoint.folder import checkpoint_step, find_checkpoint
+from megarl.checkpoint.folder import checkpoint_step, find_checkpoint, list_checkpoints
 from megarl.checkpoint.identity import check_identity
+from megarl.checkpoint.journal import JournalEntry, JournalSearch, newest_step, training_settings
 from megarl.errors import NotHereError, RecipeError, plain, raise_all
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
@@ -33,11 +34,17 @@ class RunPlace:
     first_step: int  # the first step without a line in the metrics
     identity: dict[str, Any]  # identity of the run's checkpoints; see megarl/checkpoint/identity.py
     notices: list[str]  # checkpoints that were skipped, with the reason, and changed settings
+    journal: JournalEntry | None = None  # after the checkpoint, or after the starting model
 
     @property
     def trained_steps(self) -> int:
-        """Steps of the checkpoint."""
-        return 0 if self.checkpoint is None else checkpoint_step(self.checkpoint)
+        """Steps of the journal, or of the checkpoint."""
+        return 0 if self.state is None else checkpoint_step(self.state)
+
+    @property
+    def state(self) -> Path | None:
+        """The folder with the controller's state of the resume; None if the run starts at its beginning."""
+        return self.checkpoint if self.journal is None else self.journal.path
 
 
 def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
@@ -73,14 +80,42 @@ def find_place(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
     checksums = recipe.train.verify_checkpoints == "checksums"
     checkpoint = find_checkpoint(recipe.train.resume, directory.checkpoints, checksums=checksums, notice=notices.append)
     raise_all(run_directory_errors(recipe))
-    if checkpoint is None:
-        return RunPlace(directory, None, 1, identity, notices)
-    check_identity(checkpoint, identity)
+    if checkpoint is not None:
+        check_identity(checkpoint, identity)
+    place = RunPlace(directory, checkpoint, 1, identity, notices, _find_journal(recipe, directory, checkpoint, notices))
+    if place.state is None:
+        return place
+    if place.journal is not None:
+        check_identity(place.journal.path, identity)
     notices += _changed_settings(directory, recipe)
-    step = checkpoint_step(checkpoint)
-    is_local = checkpoint.parent.resolve() == directory.checkpoints.resolve()
+    step, is_local = place.trained_steps, place.journal is not None or is_own_checkpoint(directory, place.checkpoint)
     written = not is_local or any(line["step"] == step for line in read_metrics(directory.metrics))
-    return RunPlace(directory, checkpoint, step + 1 if written else step, identity, notices)
+    place.first_step = step + 1 if written else step
+    return place
+
+
+def _find_journal(
+    recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, notices: list[str]
+) -> JournalEntry | None:
+    """Return the entry of the journal with which the run goes on; None if there is none. Adds notices on entries that are not used.
+
+    With the path of a checkpoint in `train.resume` it goes on from this one, unless the journal begins there and the run has no checkpoint.
+    """
+    train = recipe.train
+    own = is_own_checkpoint(directory, checkpoint)
+    if not train.journal or train.resume == "never" or newest_step(directory.journal) is None:
+        return None
+    if train.resume != "auto" and (own or list_checkpoints(directory.checkpoints)):
+        notices.append("the journal is not used, since train.resume names a checkpoint")
+        return None
+    checksums = train.verify_checkpoints == "checksums"
+    search = JournalSearch(directory.journal, directory.batches, training_settings(recipe), checksums, notices.append)
+    return search.newest(checkpoint, own=own)
+
+
+def is_own_checkpoint(directory: RunDirectory, checkpoint: Path | None) -> bool:
+    """Return whether the run in `directory` has written `checkpoint`."""
+    return checkpoint is not None and checkpoint.parent.resolve() == directory.checkpoints.resolve()
 
 
 def run_directory_errors(recipe: Recipe) -> Iterator[RecipeError]:

@@ -290,17 +290,21 @@ class TrainConfig:
     )
     resume: str = key(
         "never",
-        "`never`, `auto` (the newest complete checkpoint of the run's directory, if any; damaged ones are skipped with a notice) or a checkpoint's path. The layout may differ from the checkpoint's.",
+        "`never`, `auto` (the newest complete checkpoint of the run's directory, if any; damaged ones are skipped with a notice; with `train.journal` also the steps after it) or a checkpoint's path. The layout may differ from the checkpoint's.",
     )
     restarts: int = key(
         0,
-        "Start the run again from its newest checkpoint after one of its processes, the controller included, has died, hung or lost a connection, or a trainer or engine has raised an error: at most this many times without a new checkpoint in between. The second restart in a row waits 10 s, each further one twice as long, up to 300 s. Errors of the controller, such as a full disk, end the run. Needs `train.save_every`; under torchrun use its --max-restarts. 0: the first failure ends the run.",
+        "Start the run again from its newest checkpoint after one of its processes, the controller included, has died, hung or lost a connection, or a trainer or engine has raised an error: at most this many times without a new checkpoint (with `train.journal`: a new step) in between. The second restart in a row waits 10 s, each further one twice as long, up to 300 s. Errors of the controller, such as a full disk, end the run. Needs `train.save_every`; under torchrun use its --max-restarts. 0: the first failure ends the run.",
         at_least=0,
     )
     trainer_restarts: int = key(
         0,
         "Start the trainers again from the newest checkpoint after one of them has died, hung or raised an error, while the engines go on sampling: at most this many times without a new step in between. The batches since that checkpoint are kept in the run's `batches/`, and are trained again without sampling. Needs Ray and `train.save_every`. If a trainer dies during an update of the weights, the engines restart too, which needs `rollout.min_engines`. 0: such a failure ends the run (`train.restarts` starts all of it again).",
         at_least=0,
+    )
+    journal: bool = key(
+        False,
+        "Keep the controller's state after the newest steps in the run's `journal/`, and the batches since the newest checkpoint in `batches/`. A resume (`train.resume: auto`, `train.restarts`) then trains these batches again without sampling, and goes on after the last step. Costs disk space for the batches, and a write per step. Needs `train.save_every`. false: a resume goes on after the newest checkpoint, and samples the steps since then again.",
     )
     replay: Optional[str] = key(
         None,

@@ -4,7 +4,7 @@ Batches depend on the order in which groups arrive, and engines on the steps at 
 records both, as `tape/controller.jsonl` and a file per engine (`megarl.engines.tape`), and the verdicts of a judge
 (`megarl.rollout.judge.tape`)::
 
-    {"segment": 0, "format": 2, "after": 0, "resumed": null, "unlogged": false, "identity": {...}}
+    {"segment": 0, "format": 2, "after": 0, "resumed": null, "unlogged": false, "journal": false, "identity": {...}}
     {"version": 0}
     {"group": 3, "tokens": 812, "checksum": "5d1f0a3c"}
     {"loaded": 1, "weights": 1}
@@ -14,6 +14,7 @@ records both, as `tape/controller.jsonl` and a file per engine (`megarl.engines.
 
 A start of the run begins a segment. `format`: `TAPE_FORMAT` of the megarl that wrote it. `after`: the step that it resumed
 after. `resumed`: the segment that saved this checkpoint. `unlogged`: that segment ended before it wrote the step's metrics.
+`journal`: it began with a state of the journal (`train.journal`), which has no weights; a replay refuses it.
 `identity`: of model, data and seed. With `rollout.at_update: finish`, `loaded` is the number of an engine that has loaded the
 version `weights` from host memory, and `newest` the version that all engines load for an evaluation. With
 `rollout.min_engines`, `died` is the number of an engine that has died, joined or left; a replay refuses it. A bundle of a failed step
@@ -54,6 +55,7 @@ class TapeSegment:
     identity: Mapping[str, Any]
     records: Sequence[Record]
     format: int = TAPE_FORMAT
+    journal: bool = False
 
     @property
     def ended(self) -> bool:
@@ -97,6 +99,7 @@ def segments_of(folder: Path) -> list[TapeSegment]:
             header["identity"],
             records,
             header.get("format", 1),
+            header.get("journal", False),
         )
         for number, (header, *records) in sorted(read_segments(path).items())
     ]
@@ -123,6 +126,14 @@ def with_deaths(plans: Sequence[ReplayPlan]) -> str | None:
                 "other engines (rollout.min_engines)"
             )
     return None
+
+
+def from_journal(plans: Sequence[ReplayPlan]) -> str | None:
+    """Return why segments that began with a state of the journal cannot be replayed; None if there are none."""
+    number = next((plan.segment.number for plan in plans if plan.segment.journal), None)
+    if number is None:
+        return None
+    return f"segment {number} of the tape began from the journal (train.journal), and there is no checkpoint of its first weights"
 
 
 def history(segments: Sequence[TapeSegment]) -> list[ReplayPlan]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megarl.recipe.schema import TrainConfig
@@ -63,6 +64,18 @@ class Rollbacks:
     def forget_spikes(self) -> None:
         """Count spikes from the next step on."""
         self._of_step.clear()
+
+    def state(self) -> dict[str, list[list[int]]]:
+        """Return spikes and rollbacks as plain values, for `restore`."""
+        return {
+            "of_step": [list(item) for item in self._of_step.items()],
+            "to": [list(item) for item in self._to.items()],
+        }
+
+    def restore(self, state: Mapping[str, list[list[int]]]) -> None:
+        """Go on with a journalled `state`."""
+        self._of_step = {step: count for step, count in state["of_step"]}
+        self._to = Counter({step: count for step, count in state["to"]})
 
     def metrics(self, checkpoint: int, step: int) -> Metrics:
         """Return the metrics of a rollback after `step`."""

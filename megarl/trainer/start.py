@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megarl.algorithms.advantages import uses_critic
@@ -13,6 +14,7 @@ from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.derived.offload import offloads
 from megarl.recipe.schema import TrainConfig
 from megarl.trainer.group import ActorGroup, CriticGroup, require_shared_storage
+from megarl.trainer.restarts import TrainerRestarts
 from megarl.weight_sync.placement import Occupant, Placement
 
 ACTOR = "megarl.trainer.actor:ActorWorker"
@@ -51,6 +53,16 @@ class Learners:
             learners.critic_on_devices.offload()
             critic.describe()
         return learners
+
+    def restarts(self, recipe: Recipe, cluster: Cluster, devices: Placement) -> TrainerRestarts | None:
+        """Return what starts failed processes again; None if the recipe does not want it."""
+        most = recipe.train.trainer_restarts
+
+        def check() -> None:
+            cluster.check()
+            self.check()
+
+        return TrainerRestarts(most, partial(self.restart, recipe, cluster, devices), check) if most else None
 
     def restart(self, recipe: Recipe, cluster: Cluster, devices: Placement) -> None:
         """End all processes, and start new ones with the starting model behind the same handles."""

@@ -18,7 +18,7 @@ from tests.support.checkpoint_parts import saver, state
 def test_an_error_that_names_a_checkpoint_gets_no_note_on_the_last_one(error: Exception, tmp_path: Path) -> None:
     """The last checkpoint may hold the spoiled weights."""
     saver(tmp_path).save(7, state([], []))
-    directory = cast(Any, SimpleNamespace(checkpoints=tmp_path))
+    directory = cast(Any, SimpleNamespace(checkpoints=tmp_path, journal=tmp_path / "journal"))
     with pytest.raises(type(error)) as raised, naming_checkpoint(Recipe(), directory):
         raise error
     notes = getattr(raised.value, "__notes__", [])

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.checkpoint.journal import JournalEntry
+from megarl.commands.bundle.choice import choose
+from megarl.commands.replay import starts_of
 from megarl.engines.specs import first_specs
 from megarl.engines.tape import TapeFile
 from megarl.errors import RecipeError
@@ -215,3 +218,31 @@ def test_the_checkpoint_that_a_tape_begins_after_is_named(file: Path, tmp_path: 
     replay = load_recipe(file, [*IN_FLIGHT, f"train.replay={tmp_path}/runs/recorded", "name=again"])
     with pytest.raises(RecipeError, match=f"train.resume={tmp_path}/runs/recorded/checkpoints/step_000002"):
         open_tape(replay, place(replay))
+
+
+def test_a_start_from_the_journal_is_on_the_tape_and_cannot_be_replayed(
+    file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """There is no checkpoint of its first weights."""
+    monkeypatch.chdir(tmp_path)
+    recipe = record(file, 0, 1, 2)
+    resumed = place(recipe, 4)
+    state = resumed.directory.journal / "step_000006"
+    state.mkdir(parents=True)
+    (state / "controller.json").write_text('{"source": {"segment": 0}}')
+    resumed.journal, resumed.first_step = JournalEntry(state, 4, ()), 7
+    tape = open_tape(recipe, resumed)
+    assert tape is not None
+    assert {name: tape.header[name] for name in ("segment", "after", "resumed", "unlogged", "journal")} == {
+        "segment": 1, "after": 6, "resumed": 0, "unlogged": False, "journal": True,
+    }  # fmt: skip
+    write_recipe(tape, recipe)
+    controller = TapeFile(tape.folder / "controller.jsonl", tape.header)
+    for version in (6, 7):
+        controller.write({"version": version})
+    text = "segment 1 of the tape began from the journal"
+    assert text in error_of(file, REPLAY, "name=again", *IN_FLIGHT)
+    with pytest.raises(ValueError, match=text):
+        starts_of(RunDirectory(tmp_path / "runs" / "recorded"), [])
+    with pytest.raises(ValueError, match=text):
+        choose(RunDirectory(tmp_path / "runs" / "recorded"), 7)

@@ -121,6 +121,7 @@ ENGINES = [
     bad(OFF, "train.trainer_restarts=1 train.save_every=0", "train.trainer_restarts", "set train.save_every"),
     bad(OFF, "train.trainer_restarts=1 train.save_every=5 cluster.transport=torchrun", "train.trainer_restarts", "--max-restarts"),
     bad(OFF, "train.trainer_restarts=1 train.save_every=5 rollout.at_update=finish", "train.trainer_restarts", "would change the weights"),
+    bad(OFF, "train.journal=true train.save_every=0", "train.journal", "set train.save_every"),
     bad(OFF, "rollout.engines=4 rollout.min_engines=2 cluster.placement=colocated", "rollout.min_engines", "set train.restarts"),
     bad(OFF, "rollout.engines=4 rollout.min_engines=2 rollout.data_parallel=2", "rollout.min_engines", "none can go on alone"),
     bad(OFF, "rollout.engines=4 rollout.min_engines=2 rollout.at_update=finish", "rollout.min_engines", "keep or drain"),

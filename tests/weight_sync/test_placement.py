@@ -1,4 +1,4 @@
-"""An engine that does not answer a call of the handover ends the run, with its name in the error."""
+"""An engine that does not answer a call ends the run, with its name in the error."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from megarl.engines.tape import Record, update_event
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.replay import no_plan
-from megarl.rollout.tape import ReplayPlan, TapeSegment, history, other_format, segments_of
+from megarl.rollout.tape import ReplayPlan, TapeSegment, from_journal, history, other_format, segments_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ def choose(recorded: RunDirectory, step: int | None) -> BundledStep:
         choice = BundledStep(plan.segment, step)
     if (problem := other_format([plan])) is not None:
         raise ValueError(f"{recorded.path}: {problem}. Pack it with that version of megarl")
+    if (problem := from_journal([plan])) is not None:
+        raise ValueError(f"{recorded.path}: {problem}. A bundle can contain steps of the other segments")
     return choice
 
 

@@ -88,8 +88,8 @@ def check_run(recipe: Recipe, result: Survey) -> None:
         place = find_place(replace(recipe, train=sizes), identity)
         for notice in place.notices:
             result.notice(notice)
-        if place.checkpoint is not None:
-            result.notice(f"The run would go on from {place.checkpoint}.")
+        if place.state is not None:
+            result.notice(f"The run would go on from {place.state}.")
 
 
 def require(result: Survey, *, strict: bool) -> None:

@@ -1,4 +1,4 @@
-"""Checks of `train`: restarts, and the answer to spikes."""
+"""Checks of `train`: restarts, the journal, and the answer to spikes."""
 
 from __future__ import annotations
 
@@ -34,6 +34,17 @@ def trainer_restart_errors(recipe: Recipe) -> Errors:
         problem = "with rollout.at_update=finish the weight sync that new trainers open would change the weights of samples that run"
         remedy = "set rollout.at_update=refresh, keep or drain, or leave it out and set train.restarts"
         yield RecipeError("train.trainer_restarts", problem, remedy, value=recipe.train.trainer_restarts)
+
+
+def journal_errors(train: TrainConfig) -> Errors:
+    if not train.journal:
+        return
+    if train.source != "rollout":
+        problem = f"train.source={train.source} samples nothing, and a resume repeats the training since the newest checkpoint"
+        yield RecipeError("train.journal", problem, "leave it out, and lower train.save_every", value=True)
+    elif train.save_every == 0:
+        problem = "it keeps the batches since the newest checkpoint, and train.save_every = 0 writes none"
+        yield RecipeError("train.journal", problem, "set train.save_every, e.g. to 20", value=True)
 
 
 def spike_errors(recipe: Recipe) -> Errors:
