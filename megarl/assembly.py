@@ -11,8 +11,6 @@ from typing import Any
 
 from megarl.algorithms.kl import KLWeight
 from megarl.checkpoint.graceful_stop import GracefulStop, StopRequested
-from megarl.checkpoint.journal import Journal, discard, training_settings
-from megarl.checkpoint.kept_batches import KeptBatches
 from megarl.checkpoint.next_commands import Repetition
 from megarl.checkpoint.run_checkpoints import Checkpoints
 from megarl.checkpoint.saver import Saver
@@ -55,7 +53,7 @@ from megarl.rollout.tape import ReplayPlan
 from megarl.rollout.teacher.scoring import Teacher
 from megarl.trainer.group import ActorGroup, CriticGroup
 from megarl.trainer.held_out import HeldOut
-from megarl.trainer.repeatable_steps import RepeatableSteps
+from megarl.trainer.repeatable_steps import RepeatableSteps, keep_steps
 from megarl.trainer.restarts import TrainerRestarts
 from megarl.trainer.rollbacks import Rollbacks
 from megarl.trainer.start import Learners
@@ -202,7 +200,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     has_tape = setup.tape is not None and setup.place.journal is None  # a bundle begins at a checkpoint
     skipped = SkippedSteps(recipe.train, Repetition(folder, has_tape, setup.place.checkpoint))
     kl_weight = KLWeight(recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_horizon)
-    repeatable, journal = keep_steps(setup, log.notice)
+    repeatable, journal = keep_steps(recipe, folder, setup.place.journal, log.notice)
     saver = _saver(setup, started, devices, cluster.check, log.notice)
     load_weights = functools.partial(started.learners.load_checkpoint, devices)
     trace_note = kind_of(setup.platform.name).tracing.engines
@@ -298,21 +296,6 @@ def _hosts_and_devices(device: str, started: Started) -> dict[str, Any]:
         machines += [(role, handle.service.host) for handle in handles]
     names = [rank["device_name"] for rank in [*learners.actor.ranks, *critic]]
     return hosts_and_devices(device, machines, names)
-
-
-def keep_steps(setup: RunSetup, notice: Callable[[str], None]) -> tuple[RepeatableSteps | None, Journal | None]:
-    """Return what keeps batches to train them again, and the journal; None where the recipe does not want it.
-
-    Deletes files of an earlier session, but for the entry of the journal with which this one goes on.
-    """
-    train, place = setup.recipe.train, setup.place
-    earlier = place.journal.batches if place.journal is not None else ()
-    batches = KeptBatches(place.directory.batches, durable=train.journal, earlier=earlier)
-    repeatable = RepeatableSteps(batches) if train.trainer_restarts or train.journal else None
-    if not train.journal:
-        discard(place.directory.journal)
-        return repeatable, None
-    return repeatable, Journal(place.directory.journal, batches, training_settings(setup.recipe), place.journal, notice)
 
 
 def connect_engines(

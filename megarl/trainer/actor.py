@@ -325,10 +325,8 @@ class ActorWorker(Worker):
             batch.vectors["selected"] = torch.from_numpy(batch_scores >= limit)
 
     def _random_numbers(self, update: int) -> list[np.ndarray]:
-        """Draw a random number for each token of the mini batch of optimizer step `update`; returned per micro batch.
-
-        The numbers of a sample do not depend on the parallel layout.
-        """
+        """Draw a random number for each token of the mini batch of optimizer step `update`; returned per micro batch. The
+        numbers of a sample do not depend on the parallel layout."""
         seed, step, number = self.recipe.train.seed, self.trainer.step, update % len(self.batches)
 
         def draw(member: int, length: int) -> np.ndarray:

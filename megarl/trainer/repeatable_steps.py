@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from megarl.checkpoint.journal import Journal, JournalEntry, discard, training_settings
 from megarl.checkpoint.kept_batches import KeptBatches
+from megarl.observe.run_dir import RunDirectory
+from megarl.recipe.schema import Recipe
 from megarl.types import Metrics
 
 GRAD_NORM = "actor/grad_norm"
@@ -28,7 +31,7 @@ class RepeatableSteps:
     def differences(self, step: int, metrics: Metrics) -> list[float]:
         """Return by how much the gradient norm of a repeated step differs from the first one; [] if the step has none.
 
-        0: it is the same to the last bit. inf: one of them is NaN.
+        0: bitwise equal. inf: one of them is NaN.
         """
         if step not in self._norms or GRAD_NORM not in metrics:
             return []
@@ -48,3 +51,19 @@ class RepeatableSteps:
         self.batches.leave_out(steps)
         for step in steps:
             self._norms.pop(step, None)
+
+
+def keep_steps(
+    recipe: Recipe, folder: RunDirectory, entry: JournalEntry | None, notice: Callable[[str], None]
+) -> tuple[RepeatableSteps | None, Journal | None]:
+    """Return the batches that are kept to train them again, and the journal; None where the recipe does not want it.
+
+    entry: of the journal with which this session goes on. Deletes other files of an earlier session.
+    """
+    train = recipe.train
+    batches = KeptBatches(folder.batches, durable=train.journal, earlier=entry.batches if entry is not None else ())
+    repeatable = RepeatableSteps(batches) if train.trainer_restarts or train.journal else None
+    if not train.journal:
+        discard(folder.journal)
+        return repeatable, None
+    return repeatable, Journal(folder.journal, batches, training_settings(recipe), entry, notice)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from megarl.preflight.recipe.train import journal_errors
 
 from megarl.atomic_files import DiskFullError
 from megarl.checkpoint import kept_batches
@@ -16,6 +15,7 @@ from megarl.checkpoint.next_commands import after_interruption
 from megarl.commands.train_with_restarts import resumable_step
 from megarl.errors import RecipeError
 from megarl.observe.run_dir import RunDirectory
+from megarl.preflight.recipe.train import journal_errors
 from megarl.recipe.schema import Recipe
 from tests.support import journalled_run
 from tests.support.journalled_run import STEPS, Death, notices, numbers, recipe_of

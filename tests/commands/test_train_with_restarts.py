@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from megarl.preflight.recipe.train import restart_errors
 
 from megarl.cluster.failures import CallFailed, Failure, ProcessInfo, WorkerFailed
 from megarl.commands import train_with_restarts as module
@@ -27,6 +26,7 @@ from megarl.commands.train_with_restarts import (
 )
 from megarl.errors import InputError
 from megarl.observe.restarts import AFTER, REPORT, End, reporting_end, restart_notices
+from megarl.preflight.recipe.train import restart_errors
 from megarl.recipe import Recipe
 from megarl.recipe.observe import AlertsConfig
 from megarl.weight_sync.session import WeightSyncError

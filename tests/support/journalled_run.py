@@ -19,10 +19,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-from megarl.weight_sync.handover import Handover
 
 from megarl.algorithms.kl import KLWeight
-from megarl.assembly import Run, keep_steps
+from megarl.assembly import Run
 from megarl.checkpoint import folder as checkpoints
 from megarl.checkpoint.graceful_stop import GracefulStop
 from megarl.checkpoint.next_commands import Repetition
@@ -39,6 +38,7 @@ from megarl.rollout.evaluate import EvaluationResult
 from megarl.rollout.source_engines import EnginesSource
 from megarl.train import run_steps
 from megarl.trainer.group import ActorGroup
+from megarl.trainer.repeatable_steps import keep_steps
 from megarl.trainer.restarts import TrainerRestarts
 from megarl.trainer.rollbacks import Rollbacks
 from megarl.types import Group, InlineData, Metrics, Partial, Prompt, Sample, SampleTokens, Span
@@ -247,7 +247,7 @@ def run_session(
         saver = cast(Any, DiskSaver(folder.checkpoints, actor, recipe, log.notice, point))
         skipped = SkippedSteps(recipe.train, Repetition(folder, False, None))
         kl_weight = KLWeight(0.1, 0.2, 10)
-        handover = GivingHandover(actor, engine, point)
+        placement = GivingHandover(actor, engine, point)
 
         def load(path: Path) -> list[None]:
             actor.workers.call("load", str(path))
@@ -265,10 +265,9 @@ def run_session(
             point("evaluation")
             return EvaluationResult({"eval/weights": float(digest(cast(Any, actor.workers).weights))})
 
-        setup: Any = SimpleNamespace(recipe=recipe, place=place)
-        repeatable, journal = keep_steps(setup, log.notice)
+        repeatable, journal = keep_steps(recipe, place.directory, place.journal, log.notice)
         run = Run(
-            recipe, actor, None, None, source, handover, evaluate,
+            recipe, actor, None, None, source, placement, evaluate,
             Checkpoints(
                 recipe.train, saver, source, kl_weight, skipped, IDENTITY, load, log, GracefulStop(60.0),
                 journal=journal,
