@@ -206,6 +206,28 @@ def _olmoe() -> transformers.PreTrainedModel:
     return transformers.OlmoeForCausalLM(config)
 
 
+def _gpt_oss() -> transformers.PreTrainedModel:
+    """gpt-oss with a window that is shorter than its sequences, and heads that are wider than the hidden size."""
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    }
+    config = transformers.GptOssConfig(
+        **{**COMMON, "intermediate_size": 32},
+        head_dim=32,
+        sliding_window=6,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters=yarn,
+    )
+    return transformers.GptOssForCausalLM(config)
+
+
 def _glm4_moe_lite() -> transformers.PreTrainedModel:
     """GLM-4.7-Flash: DeepSeek-V3's attention with low-rank queries, one group."""
     config = {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
@@ -301,6 +323,7 @@ MODELS = {
     "mixtral": _mixtral,
     "minimax_m2": _minimax_m2,
     "olmoe": _olmoe,
+    "gpt_oss": _gpt_oss,
     "glm4_moe_lite": _glm4_moe_lite,
     "kimi_k2": _kimi_k2,
     "qwen3_next": _qwen3_next,

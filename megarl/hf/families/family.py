@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from megarl.hf.families.rows import TableRow
-from megarl.hf.families.slices import Config, expert_stack
+from megarl.hf.families.slices import Config
+from megarl.hf.families.stacks import STACKS
 
 Refusals = Iterator[tuple[bool, str]]
 """(whether config.json has it, setting) for each setting that the trainer does not support."""
@@ -49,6 +50,7 @@ class Family:
     ties: bool = True  # the output layer may share the embedding's weights
     biased: bool = False  # attention_bias in config.json is part of the architecture, or carried over
     latent: bool = False  # multi-head latent attention
+    windows: bool = False  # sliding windows in some layers are part of the architecture
     wide_norms: bool = False  # norms of queries and keys over all heads together, not of each head
     carried: tuple[str, ...] = (
         "mtp.",
@@ -66,7 +68,7 @@ class Family:
     @property
     def stacks_experts(self) -> bool:
         """True if a checkpoint stores all experts of a layer as one tensor."""
-        return any(row.kind is expert_stack for row in self.rows)
+        return any(row.kind in STACKS for row in self.rows)
 
     def row_of(self, parameter: str) -> TableRow:
         """Return the row of a Megatron parameter, with its numbers filled in. Raises ValueError if there is none."""
@@ -84,7 +86,7 @@ class Family:
         return TableRow(row.kind, parameter, tuple(name.format(**numbers) for name in row.tensors))
 
 
-_NUMBER = re.compile(r"(layers\.|\.weight(?=\d+$))(\d+)")
+_NUMBER = re.compile(r"(layers\.|\.(?:weight|bias)(?=\d+$))(\d+)")
 
 
 def sparse_layers(family: Family, config: Config) -> list[int]:

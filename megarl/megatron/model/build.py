@@ -90,6 +90,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
             post_model_creation_callbacks=[
                 _mark_experts,
                 _mark_duplicates,
+                _mark_sinks,
                 *([critic.put_head] if value_head else []),
                 *([lora.attach] if lora else []),
             ],
@@ -228,6 +229,15 @@ def _mark_duplicates(chunk: Any, **_: Any) -> None:
         if getattr(module, "parallel_mode", None) == "duplicated":
             for parameter in module.parameters(recurse=False):
                 parameter.tensor_model_parallel = False
+
+
+def _mark_sinks(chunk: Any, **_: Any) -> None:
+    """Mark attention sinks as split over tensor-parallel ranks: each has its own heads. Transformer Engine leaves them unmarked."""
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+    for name, parameter in chunk.named_parameters():
+        if name.endswith(".softmax_offset") and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
 
 def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
