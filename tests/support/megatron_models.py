@@ -343,6 +343,9 @@ def write_model(name: str, directory: Path) -> Path:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.normal_(0, 0.05)
+        for key, parameter in model.named_parameters():
+            if key.endswith("gate_up_proj_bias"):
+                parameter.mul_(100)  # gpt-oss clamps beyond 7
         for key, buffer in model.named_buffers():
             if "e_score" in key:
                 buffer.copy_(torch.randn_like(buffer) * 0.01)
