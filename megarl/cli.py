@@ -339,7 +339,7 @@ def exchange(context: typer.Context) -> int:
 
 @app.command(name="convert-weights")
 def convert_weights(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Hugging Face model with FP8 weights.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Hugging Face model with FP8 or MXFP4 weights.")],
     out: Annotated[
         Path,
         typer.Option(help="Folder for the bfloat16 model. Repeat the command to resume an interrupted conversion."),
@@ -352,7 +352,7 @@ def convert_weights(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Convert a model with FP8 block-scaled weights (DeepSeek-V3) to bfloat16, which the trainer reads. Needs no accelerator."""
+    """Convert FP8 (DeepSeek-V3) or MXFP4 (gpt-oss) weights to bfloat16, which the trainer reads. Needs no accelerator."""
     from megarl.commands.convert_weights.command import convert
 
     with as_input_error():
