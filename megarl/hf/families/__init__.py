@@ -54,17 +54,14 @@ def has_tower(hf_config: Mapping[str, Any]) -> bool:
 
 def has_zero_centered_norms(hf_config: dict[str, Any]) -> bool:
     """Return whether the model's norms add 1 to their weights."""
-    return bool(_settings(hf_config).get("layernorm_zero_centered_gamma"))
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    return family is not None and bool(family.settings(text_fields(hf_config)).get("layernorm_zero_centered_gamma"))
 
 
 def has_sinks(hf_config: dict[str, Any]) -> bool:
-    """Return whether the model's heads have attention sinks: learned logits in the softmax's denominator."""
-    return _settings(hf_config).get("softmax_type") == "learnable"
-
-
-def _settings(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Return whether the model's heads have attention sinks."""
     family = FAMILIES.get(hf_config.get("model_type", ""))
-    return family.settings(text_fields(hf_config)) if family else {}
+    return family is not None and family.sinks
 
 
 def family_of(hf_config: dict[str, Any]) -> Family:

@@ -50,6 +50,7 @@ class Family:
     ties: bool = True  # the output layer may share the embedding's weights
     biased: bool = False  # attention_bias in config.json is part of the architecture, or carried over
     latent: bool = False  # multi-head latent attention
+    sinks: bool = False  # each head has a learned logit that only the softmax's denominator has
     windows: bool = False  # sliding windows in some layers are part of the architecture
     wide_norms: bool = False  # norms of queries and keys over all heads together, not of each head
     carried: tuple[str, ...] = (

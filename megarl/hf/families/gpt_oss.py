@@ -65,5 +65,6 @@ GPT_OSS = Family(
     rotary=("yarn",),
     ties=False,
     biased=True,
+    sinks=True,
     windows=True,
 )

@@ -77,7 +77,7 @@ def _attention(family: Family, config: Config) -> dict[str, Shape]:
         shapes["linear_qkv.bias"] = (rows,)
     if biased:
         shapes["linear_proj.bias"] = (hidden,)
-    if settings.get("softmax_type") == "learnable":
+    if family.sinks:
         shapes["core_attention.softmax_offset"] = (heads,)
     if settings.get("qk_layernorm") or family.wide_norms:
         shapes["q_layernorm.weight"] = (heads * size if family.wide_norms else size,)
