@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from megarl.megatron.native_layers import attention as native_attention
 from megarl.megatron.native_layers import experts as native_experts
 from megarl.megatron.native_layers import fused_kernels
 from megarl.megatron.native_layers.attention import NativeAttention, plan_chunks
-from megarl.megatron.native_layers.experts import expert_linears, stacked
+from megarl.megatron.native_layers.experts import ColumnParallelGroupedLinear, expert_linears, expert_rows, stacked
 from megarl.megatron.native_layers.fused_kernels import Kernel, description, grouped_gemm, packed_attention
 from megarl.trainer.worker import kernel_notices
 
@@ -78,6 +79,38 @@ def test_sizes_that_a_grouped_product_refuses_use_one_product_per_expert(
 def test_a_type_without_a_grouped_product_uses_one_product_per_expert() -> None:
     assert "Double" in grouped_gemm(CPU, torch.float64).reason
     assert product([3, 5], (24, 16), torch.float64, side_by_side=True)[0].dtype == torch.float64
+
+
+def test_each_token_gets_the_row_of_its_expert() -> None:
+    rows = [torch.tensor([float(expert), -1.0], requires_grad=True) for expert in range(3)]
+    out = expert_rows(rows, [2, 0, 1])
+    assert out.tolist() == [[0.0, -1.0], [0.0, -1.0], [2.0, -1.0]]
+    out.sum().backward()
+    assert [row.grad.tolist() for row in rows] == [[2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]  # type: ignore[union-attr]
+    assert expert_rows([row.detach().to("meta") for row in rows], [2, 0, 1]).shape == (3, 2)
+
+
+@pytest.mark.parametrize("skip_bias_add", [False, True])
+def test_biases_of_experts_are_added_or_returned(skip_bias_add: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU)
+    monkeypatch.setattr(native_experts, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=lambda _: nullcontext()))
+    groups = SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: 1))
+    config = SimpleNamespace(params_dtype=torch.float32, expert_model_parallel_size=1)
+    linear = ColumnParallelGroupedLinear(
+        2, 4, 6, config=config, init_method=torch.nn.init.normal_, pg_collection=groups, bias=True,
+        skip_bias_add=skip_bias_add,
+    )  # fmt: skip
+    names = {name for name, _ in linear.named_parameters()}
+    assert names == {"weight0", "weight1", "bias0", "bias1"} and linear.bias1.allreduce
+    with torch.no_grad():
+        linear.bias0.fill_(1.0)
+        linear.bias1.fill_(2.0)
+    x = torch.randn(5, 4)
+    out, biases = linear(x, [2, 3])
+    plain = torch.cat([x[:2] @ linear.weight0.t(), x[2:] @ linear.weight1.t()])
+    added = torch.tensor([1.0, 1.0, 2.0, 2.0, 2.0])[:, None]
+    torch.testing.assert_close(out, plain if skip_bias_add else plain + added)
+    assert (biases == [linear.bias0, linear.bias1]) if skip_bias_add else biases is None
 
 
 def test_a_product_of_meta_tensors_has_the_real_shapes() -> None:
