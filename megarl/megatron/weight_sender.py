@@ -52,9 +52,7 @@ def open_sender(
         session_box = [session]
     dist.broadcast_object_list(session_box, src=0)
     assert not isinstance(description, str)
-    return ShardedSender(
-        session_box[0], rank, description, lambda: held_tensors(model), store if rank == 0 else None
-    )
+    return ShardedSender(session_box[0], rank, description, lambda: held_tensors(model), store if rank == 0 else None)
 
 
 def _describe_rank(model: Model) -> Any:

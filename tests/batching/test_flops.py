@@ -51,7 +51,11 @@ CASES = {
     "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": None}),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
-    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLiteForCausalLM",
         "Glm4MoeLiteConfig",
@@ -147,7 +151,9 @@ def test_flops_of_published_models() -> None:
     assert model_flops(deepseek | {"v_head_dim": 128}).per_token / 2 == pytest.approx(36.6e9, rel=0.001)
 
 
-@pytest.mark.parametrize(("name", "total", "active"), [("gpt-oss-20b", 20.9e9, 3.6e9), ("gpt-oss-120b", 116.8e9, 5.1e9)])
+@pytest.mark.parametrize(
+    ("name", "total", "active"), [("gpt-oss-20b", 20.9e9, 3.6e9), ("gpt-oss-120b", 116.8e9, 5.1e9)]
+)
 def test_parameters_of_gpt_oss_are_those_of_its_model_card(name: str, total: float, active: float) -> None:
     shape = model_shape(published.read(name))
     assert shape.total == pytest.approx(total, rel=0.002) and shape.active == pytest.approx(active, rel=0.01)

@@ -278,7 +278,7 @@ def test_layers_that_are_written_directly_are_updated() -> None:
     assert needed.whole == {name for name, _, _ in GPT_OSS if "experts" in name}
     values = {name: torch.randn(shape) for name, shape, _ in GPT_OSS}
     update = LayerwiseUpdate(model, needed)
-    for number, parameter in enumerate(needed.parameters):
+    for number in range(len(needed.parameters)):
         tensor = needed.tensors[needed.slices[needed.slices[:, 5] == number][0, 0]]
         update.tensor(number).copy_(values[tensor])
         update.mark_written(number, values[tensor].numel())
@@ -293,5 +293,7 @@ def test_layers_that_are_written_directly_are_updated() -> None:
 
 def test_layers_that_are_written_directly_are_refused_on_the_full_route() -> None:
     model = GptOssForCausalLM()
-    with pytest.raises(ValueError, match=r"GptOssForCausalLM writes layers\.0\.mlp\.experts .*weight_sync\.route=sharded"):
+    with pytest.raises(
+        ValueError, match=r"GptOssForCausalLM writes layers\.0\.mlp\.experts .*weight_sync\.route=sharded"
+    ):
         worker.load(model, iter(()), None)

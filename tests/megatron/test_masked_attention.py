@@ -60,7 +60,11 @@ def test_a_window_without_sinks_equals_the_softmax() -> None:
 def test_a_sink_is_not_rounded_in_bfloat16() -> None:
     """Queries of 0 leave the sinks as the only difference between heads: e^sink / (e^sink + keys) of the output is missing."""
     query, key, value, sinks = (tensor.detach() for tensor in tensors(3, 3, torch.bfloat16))
-    query, value, sinks = torch.zeros_like(query), torch.ones_like(value), torch.tensor([3.015625, -2.515625, 0.1, 7.03125])
+    query, value, sinks = (
+        torch.zeros_like(query),
+        torch.ones_like(value),
+        torch.tensor([3.015625, -2.515625, 0.1, 7.03125]),
+    )
     out = masked_attention(query, key, value, sinks=sinks.to(torch.bfloat16), scale=0.2266)
     counts = torch.arange(1.0, 4.0)
     expected = counts / (counts + sinks.to(torch.bfloat16).float().exp()[:, None])

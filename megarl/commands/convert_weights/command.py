@@ -321,7 +321,11 @@ def _converted(source: Source) -> dict[str, Layout]:
 
 
 def _write_manifest(source: Source, out: Path, done: dict[str, Any]) -> None:
-    content = {"source": str(source.folder.absolute()), "format": str(source.format), "files": dict(sorted(done.items()))}
+    content = {
+        "source": str(source.folder.absolute()),
+        "format": str(source.format),
+        "files": dict(sorted(done.items())),
+    }
     part = partial_path(out / CONVERSION)
     with disk_errors(out):
         write_synced(part, json.dumps(content, indent=1).encode())

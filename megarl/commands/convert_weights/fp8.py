@@ -41,12 +41,12 @@ class Fp8Blocks(Format):
     def check_pair(self, where: str, values: TensorEntry, scales: TensorEntry) -> None:
         if scales.dtype not in SCALE_DTYPES:
             raise ValueError(f"{where} has scales in {scales.dtype}; supported: {' and '.join(SCALE_DTYPES)}")
-        expected = tuple(
-            -(-size // side) for size, side in zip(values.shape, (self.rows, self.columns), strict=False)
-        )
+        expected = tuple(-(-size // side) for size, side in zip(values.shape, (self.rows, self.columns), strict=False))
         if len(values.shape) != 2 or scales.shape != expected:
             shapes = f"{list(values.shape)}, its scales {list(scales.shape)}"
-            raise ValueError(f"{where} is {shapes}; blocks of {self.rows} x {self.columns} need scales {list(expected)}")
+            raise ValueError(
+                f"{where} is {shapes}; blocks of {self.rows} x {self.columns} need scales {list(expected)}"
+            )
 
     def convert(self, values: StoredTensor, scales: StoredTensor) -> Iterator[memoryview]:
         rows, columns = values.entry.shape

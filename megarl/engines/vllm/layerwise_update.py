@@ -131,7 +131,6 @@ class LayerwiseUpdate:
         finalize_layerwise_reload(self._model, model_config)
         compat.repack_tied(self._tied)
 
-
     def _load_whole(self) -> None:
         """Load whole tensors with vLLM's loader."""
         left = {name: self._tensors[number] for number, name in self._whole.items()}

@@ -50,7 +50,10 @@ def _unsupported(config: Config) -> Refusals:
     yield not config.get("attention_bias", True), "attention_bias: false, which engines do not read"
     yield not config.get("sliding_window", 128), f"sliding_window: {config.get('sliding_window')}"
     by_turns = all(kind == _KINDS[layer % 2] for layer, kind in enumerate(kinds))
-    yield not by_turns, "layer_types other than sliding_attention and full_attention by turns, which engines do not read"
+    yield (
+        not by_turns,
+        "layer_types other than sliding_attention and full_attention by turns, which engines do not read",
+    )
     for name, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         yield config.get(name, value) != value, f"{name}: {config.get(name)}, where engines have {value}"
     for name in ("attention_factor", "mscale", "mscale_all_dim"):

@@ -134,7 +134,10 @@ def _mlp(family: Family, config: Config, layer: int) -> dict[str, Shape]:
     shapes |= _gated("mlp.experts.linear_fc{}.weight{{expert}}", hidden, width)
     if settings.get("add_bias_linear"):
         shapes["mlp.router.bias"] = (experts,)
-        shapes |= {"mlp.experts.linear_fc1.bias{expert}": (2 * width,), "mlp.experts.linear_fc2.bias{expert}": (hidden,)}
+        shapes |= {
+            "mlp.experts.linear_fc1.bias{expert}": (2 * width,),
+            "mlp.experts.linear_fc2.bias{expert}": (hidden,),
+        }
     if shared := settings.get("moe_shared_expert_intermediate_size"):
         shapes |= _gated("mlp.shared_experts.linear_fc{}.weight", hidden, shared)
     if settings.get("moe_shared_expert_gate"):

@@ -309,9 +309,7 @@ class NativeAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Compute SDPA of query, key and value [b, heads, s, d]; `mask` is true where a query sees a key."""
         if self.masked:
-            return masked_attention(
-                query, key, value, window=self.window, sinks=self.softmax_offset, scale=self.scale
-            )
+            return masked_attention(query, key, value, window=self.window, sinks=self.softmax_offset, scale=self.scale)
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -322,7 +320,6 @@ class NativeAttention(torch.nn.Module):
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
         """Describe the sinks to Megatron's checkpoints."""

@@ -84,7 +84,7 @@ def test_converted_values_equal_transformers_and_the_definition(
 
 
 def test_the_converted_model_is_accepted(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="mxfp4.*megarl convert-weights"):
+    with pytest.raises(ValueError, match=r"mxfp4.*megarl convert-weights"):
         check_model(json.loads((model / "config.json").read_text()))
     convert(model, tmp_path / "bf16", workers=1)
     config = json.loads((tmp_path / "bf16" / "config.json").read_text())
@@ -101,7 +101,11 @@ def test_the_converted_model_is_accepted(model: Path, tmp_path: Path, capsys: py
     [
         (2, {f"{DOWN}_scales": None}, "down_proj_blocks is in MXFP4, and no file has its scales"),
         (1, {f"{DOWN}_blocks": None}, "has scales, and no file has their tensor, .*down_proj_blocks"),
-        (2, {f"{DOWN}_scales": torch.zeros(EXPERTS, ROWS, 2, dtype=torch.uint8)}, r"needs scales in U8 of shape \[2, 5, 3\]"),
+        (
+            2,
+            {f"{DOWN}_scales": torch.zeros(EXPERTS, ROWS, 2, dtype=torch.uint8)},
+            r"needs scales in U8 of shape \[2, 5, 3\]",
+        ),
         (1, {f"{DOWN}_blocks": torch.zeros(2, 5, 3, 8, dtype=torch.uint8)}, r"is \[2, 5, 3, 8\], not \[experts, out"),
         (1, {"other": torch.zeros(2, dtype=torch.uint8)}, r"other is in U8; supported: MXFP4, F64"),
     ],

@@ -163,7 +163,7 @@ class DotProductAttention(torch.nn.Module):
 
     def _with_sinks(self, query, key, value, arguments):
         """Attention of padded sequences [s, b, heads, d]; the real one has none of packed sequences."""
-        assert arguments["qkv_format"] == "sbhd" and arguments["attn_mask_type"] == "causal"
+        assert arguments.get("qkv_format", "sbhd") == "sbhd" and arguments["attn_mask_type"] == "causal"
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         places = torch.arange(query.shape[2])
