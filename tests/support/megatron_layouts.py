@@ -206,3 +206,16 @@ RESHARD_MORE_FOUR = [
     reshard("tp-pp", "one-bf16", tensor_parallel=2, pipeline_parallel=2),
     reshard("dp-plain", "tp-pp-bf16", distributed_optimizer=False),
 ]
+
+
+def _of_gpt_oss(case: dict[str, Any]) -> dict[str, Any]:
+    return {**case, "model": "gpt_oss"}
+
+
+# Sinks, and biases of experts.
+RESHARD_GPT_OSS_TWO = [
+    _of_gpt_oss(RESUME[0]),
+    _of_gpt_oss(reshard("tp", "resume", tensor_parallel=2)),
+    _of_gpt_oss(reshard("pp", "tp", pipeline_parallel=2, distributed_optimizer=False)),
+]
+RESHARD_GPT_OSS_ONE = [_of_gpt_oss(reshard("one", "pp"))]

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.support import gpt_oss_model
 from tests.support.megatron_prediction import add_mtp_layer
 
 LENGTHS = [7, 13, 41, 5, 3, 15, 9, 3]
@@ -207,25 +208,7 @@ def _olmoe() -> transformers.PreTrainedModel:
 
 
 def _gpt_oss() -> transformers.PreTrainedModel:
-    """gpt-oss with a window that is shorter than its sequences, and heads that are wider than the hidden size."""
-    yarn = {
-        "rope_type": "yarn",
-        "rope_theta": 150000.0,
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 16,
-    }
-    config = transformers.GptOssConfig(
-        **{**COMMON, "intermediate_size": 32},
-        head_dim=32,
-        sliding_window=6,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        rope_parameters=yarn,
-    )
-    return transformers.GptOssForCausalLM(config)
+    return gpt_oss_model.build(COMMON)
 
 
 def _glm4_moe_lite() -> transformers.PreTrainedModel:
@@ -343,9 +326,8 @@ def write_model(name: str, directory: Path) -> Path:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.normal_(0, 0.05)
-        for key, parameter in model.named_parameters():
-            if key.endswith("gate_up_proj_bias"):
-                parameter.mul_(100)  # gpt-oss clamps beyond 7
+        if name == "gpt_oss":
+            gpt_oss_model.exceed_the_limit(model)
         for key, buffer in model.named_buffers():
             if "e_score" in key:
                 buffer.copy_(torch.randn_like(buffer) * 0.01)
