@@ -170,10 +170,23 @@ class Ranks:
         return self.number
 
 
-def attention(mask: AttnMaskType, ranks: int = 1, rank: int = 0, scale: float | None = None) -> NativeAttention:
-    config = SimpleNamespace(attention_dropout=0.0, context_parallel_size=ranks)
+def attention(
+    mask: AttnMaskType, ranks: int = 1, rank: int = 0, scale: float | None = None, window: int | None = None
+) -> NativeAttention:
+    config = SimpleNamespace(
+        attention_dropout=0.0,
+        context_parallel_size=ranks,
+        softmax_type="vanilla",
+        window_size=window and (window - 1, 0),
+        window_attn_skip_freq=None,
+    )
     groups = SimpleNamespace(cp=Ranks(rank))
     return NativeAttention(config, 1, mask, "self", softmax_scale=scale, pg_collection=groups)
+
+
+def with_sinks(layer: NativeAttention) -> NativeAttention:
+    layer.softmax_offset, layer.masked = torch.nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.0])), True
+    return layer
 
 
 def packed(lengths: list[int]) -> Any:
@@ -221,14 +234,38 @@ def test_dropout_disables_a_kernel_without_it(monkeypatch: pytest.MonkeyPatch) -
     assert layer.eval()._packed_kernel(query) is reference_kernel
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_windows_and_sinks_of_packed_sequences_end_with_the_sequence(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is that of each sequence alone, and no kernel that knows neither is called."""
+    monkeypatch.setattr(native_attention, "packed_attention", lambda *_: Kernel(reference_kernel, "reference"))
+    lengths = [5, 1, 9, 3]
+    layer = with_sinks(attention(AttnMaskType.causal, window=window))
+    query, key, value = inputs(sum(lengths))
+    got = layer(query, key, value, packed_seq_params=packed(lengths)).split(lengths)
+    for of_sequence, *tensors in zip(got, *(x.split(lengths) for x in (query, key, value)), strict=True):
+        alone = layer(*(x.unsqueeze(1) for x in tensors))
+        torch.testing.assert_close(of_sequence, alone.squeeze(1), rtol=1e-5, atol=1e-6)
+    with pytest.raises(AssertionError, match="no family has"):
+        attention(AttnMaskType.no_mask, window=3)
+
+
 @pytest.mark.parametrize("by_kernel", [True, False])
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_chunks_of_a_sequence_attend_to_earlier_chunks(
-    ranks: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+    ranks: int, by_kernel: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A window has sinks, too."""
+
+    def layer_of(*place: int) -> NativeAttention:
+        layer = attention(AttnMaskType.causal, *place, window=window)
+        return with_sinks(layer) if window else layer
+
     lengths = [4 * ranks, 2 * ranks, 6 * ranks]
     query, key, value = inputs(sum(lengths), value=12)
-    whole = attention(AttnMaskType.causal)._packed(query, key, value, tuple(lengths))
+    whole = layer_of()._packed(query, key, value, tuple(lengths))
     if by_kernel:
         monkeypatch.setattr(native_attention, "packed_attention", lambda *_: Kernel(reference_kernel, "reference"))
     places, start = [], 0
@@ -242,8 +279,7 @@ def test_chunks_of_a_sequence_attend_to_earlier_chunks(
     order = torch.cat(of_rank)
     shares = tuple(length // ranks for length in lengths)
     for rank in range(ranks):
-        layer = attention(AttnMaskType.causal, ranks, rank)
-        got = layer._packed_over_ranks(query[of_rank[rank]], key[order], value[order], shares)
+        got = layer_of(ranks, rank)._packed_over_ranks(query[of_rank[rank]], key[order], value[order], shares)
         torch.testing.assert_close(got, whole[of_rank[rank]], rtol=1e-4, atol=1e-5)
         plan = plan_chunks(shares, ranks, rank, CPU)
         seen = sum(sum(chunk.key_lengths) for chunk in plan.chunks)
