@@ -54,9 +54,8 @@ class Fp8Blocks(Format):
         step = max(CHUNK // max(columns, 1) // self.rows, 1) * self.rows  # rows at a time, a multiple of blocks
         for first in range(0, rows, step):
             count = min(step, rows - first)
-            raw = values.read(first * columns, count * columns)
-            block_rows = slice(first // self.rows, -(-(first + count) // self.rows))
-            yield self._to_bfloat16(raw, (count, columns), factors[block_rows])
+            blocks = factors[first // self.rows : -(-(first + count) // self.rows)]
+            yield self._to_bfloat16(values.read(first * columns, count * columns), (count, columns), blocks)
 
     def _to_bfloat16(self, raw: bytearray, shape: tuple[int, int], scales: torch.Tensor) -> memoryview:
         """Convert float8_e4m3fn bytes to bfloat16 bytes. `shape`: rows and columns; the first row begins a block."""
