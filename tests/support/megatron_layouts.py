@@ -145,7 +145,7 @@ VL = [
     case("vl", "TP2xPP2", slow=True),
     case("vl", "TP2xCP2", slow=True),
 ]
-RESUME = [
+RESUME: list[dict[str, Any]] = [
     {"name": "resume", "kind": "resume", "model": "qwen3_moe", "megatron": {"expert_parallel": 2}},
     {"name": "resume-bf16", "kind": "resume", "model": "qwen2_tied", "dtype": "bfloat16"},
 ]
