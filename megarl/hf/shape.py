@@ -29,6 +29,12 @@ class Attention:
     keys_and_values: int  # elements per token of keys and values in training
     pieces: int  # tensor-parallel ranks that can split the cache; further ranks hold copies
     least: int  # weights of the smallest layer
+    window: int = 0  # keys that a query sees in layers with a sliding window; 0: none has one
+    windowed: float = 0.0  # share of the layers with a window
+
+    def seen(self, tokens: float) -> float:
+        """Return the cached tokens that the next query sees after `tokens`, as the mean over layers."""
+        return tokens - self.windowed * max(0.0, tokens - self.window)
 
 
 @dataclass(frozen=True)
@@ -138,4 +144,13 @@ def _attention(family: Family, config: Config, weights: list[int]) -> Attention:
     groups, size = config.get("num_key_value_heads") or heads, head_size(config)
     attending = sum(kind != "linear_attention" for kind in layer_kinds(config)) if family.delta_nets else layers
     pairs, cached = (count * size * attending // layers for count in (2 * heads, 2 * groups))
-    return Attention(mean, pairs, pairs, cached, cached, groups, least)
+    window, windowed = _windows(family, config, layers)
+    return Attention(mean, pairs, pairs, cached, cached, groups, least, window, windowed)
+
+
+def _windows(family: Family, config: Config, layers: int) -> tuple[int, float]:
+    """Return the size of sliding windows and the share of the layers that have them: all but every few, from Megatron's fields."""
+    if not family.windows:
+        return 0, 0.0
+    settings = family.settings(config)
+    return settings["window_size"][0] + 1, (layers - layers // settings["window_attn_skip_freq"]) / layers

@@ -16,7 +16,7 @@ from typing import Any
 from megarl import platform
 from megarl.errors import RecipeError
 from megarl.hf.config import number_of_experts, text_fields
-from megarl.hf.families import has_tower, has_zero_centered_norms
+from megarl.hf.families import has_sinks, has_tower, has_zero_centered_norms
 from megarl.hf.families.settings import rotary_scaling, yarn_fields
 from megarl.megatron.layout import uses_sequence_parallel
 from megarl.platform import transformer_engine
@@ -136,11 +136,36 @@ def check_extra(recipe: Recipe, hf_config: dict[str, Any], section: str) -> None
     unfit = adapts.zero_centered_norm_problem()
     if unfit is not None and has_zero_centered_norms(hf_config):
         raise RecipeError(key, *unfit, value=recipe.model.path)
+    kind = kind_of(platform.kind(recipe.cluster.device))
+    if has_sinks(hf_config) and kind.ray_resource and not (kind.is_here() and not transformer_engine.is_importable()):
+        check_sinks(recipe, section)
     if text.get("kv_lora_rank") and scaling["rope_type"] == "yarn":
         fields = yarn_fields(scaling)
         unfit = adapts.latent_attention_problem(fields["mscale"], fields["mscale_all_dim"])
         if unfit is not None:
             raise RecipeError(key, *unfit, value=recipe.model.path)
+
+
+def check_sinks(recipe: Recipe, section: str = "megatron") -> None:
+    """Refuse attention sinks where a device's attention has none, and settings with which it has none. Raises RecipeError.
+
+    For devices with Transformer Engine, or what replaces it; from get_attention_backend of its releases 2.9 to 2.11
+    (attention/dot_product_attention/utils.py): no flash attention, no packed sequences, and over context-parallel ranks only
+    cp_comm_type a2a, which megarl does not set.
+    """
+    unfit = adaptor(platform.kind(recipe.cluster.device)).sinks_problem()
+    if unfit is not None:
+        key = "model.path" if section == "megatron" else "critic.model_path"
+        raise RecipeError(key, *unfit, value=recipe.model.path)
+    megatron, reason = recipe.megatron, "Transformer Engine 2.9 to 2.11 has no attention with sinks"
+    if megatron.packing:
+        raise RecipeError(f"{section}.packing", f"{reason} for packed sequences", "set it to false", value=True)
+    if megatron.context_parallel > 1:
+        problem = f"{reason} over context-parallel ranks"
+        raise RecipeError(f"{section}.context_parallel", problem, "set it to 1", value=megatron.context_parallel)
+    if megatron.extra.get("attention_backend") == "flash":
+        key = f"{section}.extra.attention_backend"
+        raise RecipeError(key, f"{reason} in its flash attention", "leave it out", value="flash")
 
 
 def check_names(extra: Iterable[str], fields: Iterable[str], section: str, adapts: Adaptor) -> None:

@@ -2,27 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from mbridge.core.util import unwrap_model
 
+from megarl.hf.families.slices import Kind
+from megarl.hf.families.stacks import REORDERED, in_stored_order
 from megarl.megatron.model.bridge import TableWeights, checkpoint_parameters
 from megarl.megatron.model.build import Model
 from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder
 
 
 def held_slices(model: Model) -> SliceTable:
-    """Describe this rank's parameters, under the names that `parameters` yields."""
+    """Describe this rank's parameters."""
     return describe(model.bridge, model.lora.base() if model.lora else model.chunks)
 
 
-def parameters(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters that `held_slices` describes, with current values; adapters are merged on each call."""
-    for number, chunk in enumerate(model.merged_chunks):
-        for name, weight in checkpoint_parameters(unwrap_model(chunk)):
-            yield f"{number}/{name}", weight
+class HeldTensors(Sequence[torch.Tensor]):
+    """The tensors that `held_slices` describes, contiguous and with current values; adapters are merged.
+
+    A parameter whose slices count another order of elements is copied when it is read, and the last copy is kept: a copy of all
+    would take as much memory as the experts.
+    """
+
+    def __init__(self, weights: Sequence[tuple[Kind, torch.Tensor]]) -> None:
+        self._weights = weights
+        self._last: tuple[int, torch.Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __getitem__(self, number: Any) -> Any:
+        kind, weight = self._weights[number]
+        if kind not in REORDERED:
+            return weight
+        if self._last is None or self._last[0] != number:
+            self._last = number, in_stored_order(kind, weight).contiguous()
+        return self._last[1]
+
+
+def held_tensors(model: Model) -> HeldTensors:
+    """Return the tensors of the parameters that `held_slices` describes, in its order."""
+    weights = []
+    for chunk in map(unwrap_model, model.merged_chunks):
+        names = model.bridge.global_names(chunk)
+        weights += [
+            (model.bridge.row_of(names[name]).kind, weight.data) for name, weight in checkpoint_parameters(chunk)
+        ]
+    return HeldTensors(weights)
+
+
+def parameter_names(model: Model) -> list[str]:
+    """Return the names of the parameters that `held_slices` describes, in the order of `held_tensors`."""
+    chunks = enumerate(map(unwrap_model, model.merged_chunks))
+    return [f"{number}/{name}" for number, chunk in chunks for name, _ in checkpoint_parameters(chunk)]
 
 
 def describe(bridge: TableWeights, chunks: Sequence[Any]) -> SliceTable:

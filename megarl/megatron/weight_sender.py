@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from megarl.megatron.held_slices import held_slices, parameters
+from megarl.megatron.held_slices import held_slices, held_tensors, parameter_names
 from megarl.megatron.model.build import Model
 from megarl.recipe.schema import WeightSyncConfig
 from megarl.weight_sync.sender import start_session
@@ -53,11 +52,7 @@ def open_sender(
         session_box = [session]
     dist.broadcast_object_list(session_box, src=0)
     assert not isinstance(description, str)
-
-    def tensors() -> list[torch.Tensor]:
-        return [tensor.data for _, tensor in parameters(model)]
-
-    return ShardedSender(session_box[0], rank, description, tensors, store if rank == 0 else None)
+    return ShardedSender(session_box[0], rank, description, lambda: held_tensors(model), store if rank == 0 else None)
 
 
 def _describe_rank(model: Model) -> Any:
@@ -66,6 +61,5 @@ def _describe_rank(model: Model) -> Any:
         held = held_slices(model)
     except Exception as error:  # noqa: BLE001 - sent to all ranks, which would otherwise wait for this one
         return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    names = [name for name, _ in parameters(model)]
-    assert list(held.parameters) == names, "parameters must be in the order of their description"
+    assert list(held.parameters) == parameter_names(model), "parameters must be in the order of their description"
     return held

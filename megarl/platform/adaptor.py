@@ -48,6 +48,10 @@ class Adaptor:
         """Problem of norms that add 1 to their weights; None if the device's layers support them."""
         return mindspeed.zero_centered_norm_problem() if self.label else None
 
+    def sinks_problem(self) -> Problem | None:
+        """Problem of attention sinks and sliding windows; None if the device's layers support them."""
+        return mindspeed.sinks_problem() if self.label else None
+
 
 def adaptor(device: str) -> Adaptor:
     """Return the adaptor of a device kind: "cpu", "cuda" or "npu"."""

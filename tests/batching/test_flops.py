@@ -9,7 +9,9 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.batching.flops import FORWARD_BACKWARD, ModelFlops, model_flops
+from megarl.hf import published
 from megarl.hf.families import FAMILIES
+from megarl.hf.shape import model_shape
 from megarl.platform.device_table import peak_flops
 from megarl.trainer.step_metrics import speed
 from tests.support.megatron_models import COMMON, EXPERTS
@@ -49,6 +51,11 @@ CASES = {
     "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": None}),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLiteForCausalLM",
         "Glm4MoeLiteConfig",
@@ -112,6 +119,25 @@ def test_causal_attention_needs_each_pair_once() -> None:
     assert np.allclose(flops.of([40_000]), full_square(flops, 40_000) / 2, rtol=1e-4)  # far past the linear part
 
 
+def test_a_window_leaves_out_the_pairs_beyond_it() -> None:
+    """One of two layers has a window of 3 keys."""
+    flops = ModelFlops(per_token=0, per_pair=2, window=3, windowed=0.5)
+    pairs = [(query, key) for query in range(7) for key in range(7) if key <= query]
+    within = [(query, key) for query, key in pairs if query - key < 3]
+    assert flops.of([7]).tolist() == [len(pairs) + len(within)]
+    assert flops.of([2]).tolist() == [2 * 3], "shorter than the window"
+
+
+def test_windows_of_gpt_oss() -> None:
+    """Three of five layers have a window of 128 keys."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 99}
+    model = {"model_type": "gpt_oss", "num_hidden_layers": 5, "num_local_experts": 4, "num_experts_per_tok": 2, **sizes}
+    flops, attention = model_flops(model), model_shape(model).attention
+    assert (flops.window, flops.windowed) == (128, 0.6) == (attention.window, attention.windowed)
+    assert attention.seen(1000) == pytest.approx(0.6 * 128 + 0.4 * 1000) and attention.seen(100) == 100
+    assert model_flops({**model, "model_type": "mixtral"}).windowed == 0
+
+
 def test_flops_of_published_models() -> None:
     """Half of the linear part is the parameters that a token meets: 6.5 G of Qwen2.5-7B's 7.6 G (its input embedding
     is a look-up), 37 G of DeepSeek-V3's 671 G."""
@@ -123,6 +149,14 @@ def test_flops_of_published_models() -> None:
     deepseek |= {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3}
     deepseek |= {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
     assert model_flops(deepseek | {"v_head_dim": 128}).per_token / 2 == pytest.approx(36.6e9, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"), [("gpt-oss-20b", 20.9e9, 3.6e9), ("gpt-oss-120b", 116.8e9, 5.1e9)]
+)
+def test_parameters_of_gpt_oss_are_those_of_its_model_card(name: str, total: float, active: float) -> None:
+    shape = model_shape(published.read(name))
+    assert shape.total == pytest.approx(total, rel=0.002) and shape.active == pytest.approx(active, rel=0.01)
 
 
 def test_an_unsupported_model_type_is_refused() -> None:

@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 
-from megarl.engines.vllm import compat
+from megarl.engines.vllm import compat, worker
 from megarl.engines.vllm.layerwise_update import (
     LayerwiseUpdate,
     _check_filled,
@@ -219,3 +219,81 @@ def test_a_model_that_cannot_be_updated_by_slices_is_unchanged(fault: str) -> No
     model.read = model.twice = False
     load(model, "embed", "up", "down", "norm")
     check_complete(model, leave_out=())
+
+
+# --- layers that a loader fills without their weight loaders ------------------------------------------
+
+
+class Experts(torch.nn.Module):
+    """Two experts of two layers of gpt-oss, as vLLM has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13_weight = torch.nn.Parameter(torch.zeros(2, 6, 4), requires_grad=False)
+        self.w2_bias = torch.nn.Parameter(torch.zeros(2, 4), requires_grad=False)
+
+
+class GptOssForCausalLM(torch.nn.Module):
+    """Its loader transposes the experts of a layer and copies them into the parameter; rank 1 clears their bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList()
+        for _ in range(2):
+            layer = torch.nn.Module()
+            layer.mlp = torch.nn.Module()
+            layer.mlp.experts = torch.nn.Module()
+            layer.mlp.experts.routed_experts = Experts()
+            layer.norm = torch.nn.LayerNorm(4, bias=False)
+            layer.norm.weight.requires_grad_(False).weight_loader = copy
+            self.layers.append(layer)
+        with torch.device("cpu"):
+            record_metadata_for_reloading(self)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            layer = self.layers[int(name.split(".")[1])]
+            if name.endswith("gate_up_proj"):
+                layer.mlp.experts.routed_experts.w13_weight.copy_(weight.permute(0, 2, 1).contiguous())
+            elif name.endswith("bias"):
+                layer.mlp.experts.routed_experts.w2_bias.copy_(weight.zero_())
+            else:
+                layer.norm.weight.weight_loader(layer.norm.weight, weight)
+
+
+GPT_OSS = [
+    (f"layers.{layer}.{name}", shape, "float32")
+    for layer in range(2)
+    for name, shape in (("mlp.experts.gate_up_proj", (2, 4, 6)), ("mlp.experts.down_proj_bias", (2, 4)), ("norm", (4,)))
+]
+
+
+def test_layers_that_are_written_directly_are_updated() -> None:
+    """vLLM's reload alone would lose these weights."""
+    model = GptOssForCausalLM()
+    live = dict(model.named_parameters())
+    for parameter in live.values():
+        parameter.fill_(-1.0)
+    needed = live_needed_slices(model, GPT_OSS)
+    assert needed.whole == {name for name, _, _ in GPT_OSS if "experts" in name}
+    values = {name: torch.randn(shape) for name, shape, _ in GPT_OSS}
+    update = LayerwiseUpdate(model, needed)
+    for number in range(len(needed.parameters)):
+        tensor = needed.tensors[needed.slices[needed.slices[:, 5] == number][0, 0]]
+        update.tensor(number).copy_(values[tensor])
+        update.mark_written(number, values[tensor].numel())
+    update.finish(model_config=None)
+    for number in range(2):
+        got = live[f"layers.{number}.mlp.experts.routed_experts.w13_weight"]
+        assert model.layers[number].mlp.experts.routed_experts.w13_weight is got
+        assert torch.equal(got, values[f"layers.{number}.mlp.experts.gate_up_proj"].transpose(1, 2))
+        assert (live[f"layers.{number}.mlp.experts.routed_experts.w2_bias"] == 0).all()
+        assert torch.equal(live[f"layers.{number}.norm.weight"], values[f"layers.{number}.norm"])
+
+
+def test_layers_that_are_written_directly_are_refused_on_the_full_route() -> None:
+    model = GptOssForCausalLM()
+    with pytest.raises(
+        ValueError, match=r"GptOssForCausalLM writes layers\.0\.mlp\.experts .*weight_sync\.route=sharded"
+    ):
+        worker.load(model, iter(()), None)

@@ -40,6 +40,8 @@ class Model(torch.nn.Module):
                 self.odd.weight.data.copy_(weight.t())
             elif name == "beside":
                 self.odd.bias.data.copy_(weight)
+            elif name == "cleared":  # a bias that only rank 0 adds
+                self.odd.bias.data.copy_(weight.zero_())
             elif name == "scaled":
                 self.odd.bias.data.copy_(weight * 2)
             elif name == "renamed":
@@ -79,7 +81,9 @@ def test_needed_slices_equal_the_loaders_copies() -> None:
         assert torch.equal(parameters[name], value), name
 
 
-@pytest.mark.parametrize("odd", [("transposed", (6, 6), "float32"), ("scaled", (6,), "float32")])
+@pytest.mark.parametrize(
+    "odd", [("transposed", (6, 6), "float32"), ("scaled", (6,), "float32"), ("cleared", (6,), "float32")]
+)
 def test_layers_that_the_loader_transforms_are_sent_whole(odd: tuple) -> None:
     described = needed_slices(Model(), [*TENSORS, ("beside", (6,), "bfloat16"), odd])
     assert described.whole == {odd[0], "beside"}

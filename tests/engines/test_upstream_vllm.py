@@ -125,6 +125,16 @@ def test_reload_needs_named_weight_loaders():
     assert printed(code) == "unnamed-print"
 
 
+def test_loader_of_gpt_oss_writes_past_the_weight_loaders():
+    """Read, not run. tests/engines/test_layerwise_update.py has a loader like it."""
+    code = (
+        "import inspect; from vllm.model_executor.models.gpt_oss import GptOssModel as M;"
+        "source = inspect.getsource(M._load_weights_other);"
+        "print(source.count('param.copy_(narrow_weight)'), source.count('weight.zero_()'), sep='-')"
+    )
+    assert printed(code) == "3-1", "another loader: adapt or remove compat.directly_loaded"
+
+
 def test_expert_kernel_on_cpu_ignores_the_expert_map():
     """Read, not run: with expert parallel it ends its process."""
     code = (

@@ -23,6 +23,13 @@ from megarl.hf.families.slices import (
     tower_qkv,
     vocabulary,
 )
+from megarl.hf.families.stacks import (
+    expert_stack,
+    in_parameter_order,
+    in_stored_order,
+    interleaved_stack,
+    transposed_stack,
+)
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 21,
@@ -107,3 +114,26 @@ def test_heads_by_hand() -> None:
     lines = [(row, offset // 5) for row, _, _, _, offset, _ in query.slices]
     assert lines == [(4, 0), (5, 2), (6, 1), (7, 3)], "head by head, query and gate; in the parameter all queries first"
     assert key.slices[0][4] == 4 * 5 and value.slices[0][4] == 5 * 5
+
+
+def test_stacks_by_hand() -> None:
+    """The second of two experts: gate lines 0 and 1, up lines 2 and 3, each of three inputs."""
+    config, shard = {"num_local_experts": 2}, ParameterShard(expert=1)
+    weight = np.arange(12).reshape(4, 3)
+    stored = in_stored_order(interleaved_stack, weight)
+    assert stored.tolist() == [[0, 6, 3, 9], [1, 7, 4, 10], [2, 8, 5, 11]], "gate 0, up 0, gate 1, up 1 of each input"
+    assert interleaved_stack(config, (4, 3), shard) == [((2, 3, 4), [(1, 0, 1, 12, 0, 12)])]
+    assert in_stored_order(interleaved_stack, weight[:, 0]).tolist() == [0, 6, 3, 9]
+    assert interleaved_stack(config, (4,), shard) == [((2, 4), [(1, 0, 1, 4, 0, 4)])]
+    assert in_stored_order(transposed_stack, weight).tolist() == weight.T.tolist()
+    assert transposed_stack(config, (4, 3), shard) == [((2, 3, 4), [(1, 0, 1, 12, 0, 12)])]
+    assert in_stored_order(expert_stack, weight) is weight and in_parameter_order(expert_stack, weight) is weight
+    assert expert_stack(config, (4, 3), shard) == [((2, 4, 3), [(1, 0, 1, 12, 0, 12)])]
+
+
+@pytest.mark.parametrize("kind", [interleaved_stack, transposed_stack, expert_stack])
+@pytest.mark.parametrize("shape", [(6, 4), (6,), (4, 4)])
+def test_the_order_of_a_stack_is_restored(kind: Kind, shape: tuple[int, ...]) -> None:
+    weight = np.arange(np.prod(shape)).reshape(shape)
+    restored = in_parameter_order(kind, in_stored_order(kind, weight).copy())
+    assert restored.shape == shape and (restored == weight).all()

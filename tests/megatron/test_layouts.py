@@ -13,6 +13,8 @@ from tests.support.megatron_layouts import (
     OPTIONS,
     PARITY,
     RESHARD_FOUR,
+    RESHARD_GPT_OSS_ONE,
+    RESHARD_GPT_OSS_TWO,
     RESHARD_MORE_FOUR,
     RESHARD_MORE_ONE,
     RESHARD_MORE_TWO,
@@ -46,6 +48,13 @@ def test_checkpoints_move_between_more_layouts(tmp_path: Path) -> None:
     for processes, some in ((2, RESHARD_MORE_TWO), (1, RESHARD_MORE_ONE), (4, RESHARD_MORE_FOUR)):
         launch(processes, some, tmp_path)
     held_ranks.check(tmp_path, [*RESHARD_MORE_TWO, *RESHARD_MORE_ONE, *RESHARD_MORE_FOUR])
+
+
+@pytest.mark.slow
+def test_checkpoints_of_sinks_and_biases_move_between_layouts(tmp_path: Path) -> None:
+    write_model("gpt_oss", tmp_path / "models")
+    for processes, some in ((2, RESHARD_GPT_OSS_TWO), (1, RESHARD_GPT_OSS_ONE)):
+        launch(processes, some, tmp_path)
 
 
 @pytest.fixture(scope="module")

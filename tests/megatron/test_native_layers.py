@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from megarl.megatron.native_layers import attention as native_attention
 from megarl.megatron.native_layers import experts as native_experts
 from megarl.megatron.native_layers import fused_kernels
 from megarl.megatron.native_layers.attention import NativeAttention, plan_chunks
-from megarl.megatron.native_layers.experts import expert_linears, stacked
+from megarl.megatron.native_layers.experts import ColumnParallelGroupedLinear, expert_linears, expert_rows, stacked
 from megarl.megatron.native_layers.fused_kernels import Kernel, description, grouped_gemm, packed_attention
 from megarl.trainer.worker import kernel_notices
 
@@ -80,6 +81,38 @@ def test_a_type_without_a_grouped_product_uses_one_product_per_expert() -> None:
     assert product([3, 5], (24, 16), torch.float64, side_by_side=True)[0].dtype == torch.float64
 
 
+def test_each_token_gets_the_row_of_its_expert() -> None:
+    rows = [torch.tensor([float(expert), -1.0], requires_grad=True) for expert in range(3)]
+    out = expert_rows(rows, [2, 0, 1])
+    assert out.tolist() == [[0.0, -1.0], [0.0, -1.0], [2.0, -1.0]]
+    out.sum().backward()
+    assert [row.grad.tolist() for row in rows] == [[2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]  # type: ignore[union-attr]
+    assert expert_rows([row.detach().to("meta") for row in rows], [2, 0, 1]).shape == (3, 2)
+
+
+@pytest.mark.parametrize("skip_bias_add", [False, True])
+def test_biases_of_experts_are_added_or_returned(skip_bias_add: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU)
+    monkeypatch.setattr(native_experts, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=lambda _: nullcontext()))
+    groups = SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: 1))
+    config = SimpleNamespace(params_dtype=torch.float32, expert_model_parallel_size=1)
+    linear = ColumnParallelGroupedLinear(
+        2, 4, 6, config=config, init_method=torch.nn.init.normal_, pg_collection=groups, bias=True,
+        skip_bias_add=skip_bias_add,
+    )  # fmt: skip
+    names = {name for name, _ in linear.named_parameters()}
+    assert names == {"weight0", "weight1", "bias0", "bias1"} and linear.bias1.allreduce
+    with torch.no_grad():
+        linear.bias0.fill_(1.0)
+        linear.bias1.fill_(2.0)
+    x = torch.randn(5, 4)
+    out, biases = linear(x, [2, 3])
+    plain = torch.cat([x[:2] @ linear.weight0.t(), x[2:] @ linear.weight1.t()])
+    added = torch.tensor([1.0, 1.0, 2.0, 2.0, 2.0])[:, None]
+    torch.testing.assert_close(out, plain if skip_bias_add else plain + added)
+    assert (biases == [linear.bias0, linear.bias1]) if skip_bias_add else biases is None
+
+
 def test_a_product_of_meta_tensors_has_the_real_shapes() -> None:
     real, planned = ([], [])  # type: ignore[var-annotated]
     for device, shapes in ((CPU, real), (torch.device("meta"), planned)):
@@ -137,10 +170,23 @@ class Ranks:
         return self.number
 
 
-def attention(mask: AttnMaskType, ranks: int = 1, rank: int = 0, scale: float | None = None) -> NativeAttention:
-    config = SimpleNamespace(attention_dropout=0.0, context_parallel_size=ranks)
+def attention(
+    mask: AttnMaskType, ranks: int = 1, rank: int = 0, scale: float | None = None, window: int | None = None
+) -> NativeAttention:
+    config = SimpleNamespace(
+        attention_dropout=0.0,
+        context_parallel_size=ranks,
+        softmax_type="vanilla",
+        window_size=window and (window - 1, 0),
+        window_attn_skip_freq=None,
+    )
     groups = SimpleNamespace(cp=Ranks(rank))
     return NativeAttention(config, 1, mask, "self", softmax_scale=scale, pg_collection=groups)
+
+
+def with_sinks(layer: NativeAttention) -> NativeAttention:
+    layer.softmax_offset, layer.masked = torch.nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.0])), True
+    return layer
 
 
 def packed(lengths: list[int]) -> Any:
@@ -188,14 +234,38 @@ def test_dropout_disables_a_kernel_without_it(monkeypatch: pytest.MonkeyPatch) -
     assert layer.eval()._packed_kernel(query) is reference_kernel
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_windows_and_sinks_of_packed_sequences_end_with_the_sequence(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is that of each sequence alone, and no kernel that knows neither is called."""
+    monkeypatch.setattr(native_attention, "packed_attention", lambda *_: Kernel(reference_kernel, "reference"))
+    lengths = [5, 1, 9, 3]
+    layer = with_sinks(attention(AttnMaskType.causal, window=window))
+    query, key, value = inputs(sum(lengths))
+    got = layer(query, key, value, packed_seq_params=packed(lengths)).split(lengths)
+    for of_sequence, *tensors in zip(got, *(x.split(lengths) for x in (query, key, value)), strict=True):
+        alone = layer(*(x.unsqueeze(1) for x in tensors))
+        torch.testing.assert_close(of_sequence, alone.squeeze(1), rtol=1e-5, atol=1e-6)
+    with pytest.raises(AssertionError, match="no family has"):
+        attention(AttnMaskType.no_mask, window=3)
+
+
 @pytest.mark.parametrize("by_kernel", [True, False])
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_chunks_of_a_sequence_attend_to_earlier_chunks(
-    ranks: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+    ranks: int, by_kernel: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A window has sinks, too."""
+
+    def layer_of(*place: int) -> NativeAttention:
+        layer = attention(AttnMaskType.causal, *place, window=window)
+        return with_sinks(layer) if window else layer
+
     lengths = [4 * ranks, 2 * ranks, 6 * ranks]
     query, key, value = inputs(sum(lengths), value=12)
-    whole = attention(AttnMaskType.causal)._packed(query, key, value, tuple(lengths))
+    whole = layer_of()._packed(query, key, value, tuple(lengths))
     if by_kernel:
         monkeypatch.setattr(native_attention, "packed_attention", lambda *_: Kernel(reference_kernel, "reference"))
     places, start = [], 0
@@ -209,8 +279,7 @@ def test_chunks_of_a_sequence_attend_to_earlier_chunks(
     order = torch.cat(of_rank)
     shares = tuple(length // ranks for length in lengths)
     for rank in range(ranks):
-        layer = attention(AttnMaskType.causal, ranks, rank)
-        got = layer._packed_over_ranks(query[of_rank[rank]], key[order], value[order], shares)
+        got = layer_of(ranks, rank)._packed_over_ranks(query[of_rank[rank]], key[order], value[order], shares)
         torch.testing.assert_close(got, whole[of_rank[rank]], rtol=1e-4, atol=1e-5)
         plan = plan_chunks(shares, ranks, rank, CPU)
         seen = sum(sum(chunk.key_lengths) for chunk in plan.chunks)

@@ -88,6 +88,13 @@ def test_layouts_that_do_not_divide_are_refused(
     assert any(f"megatron.{key}" in str(error.value) for key in settings), "the message names no key to change"
 
 
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_5_moe"])
+def test_expert_tensor_parallel_of_stacked_experts_is_refused(kind: str) -> None:
+    model = {**SPARSE, "model_type": kind}
+    with pytest.raises(ValueError, match=rf"expert_tensor_parallel=2: {kind} checkpoints store all experts of a layer"):
+        check_layout(model, MegatronConfig(tensor_parallel=2, expert_tensor_parallel=2), 2)
+
+
 def test_layouts_that_divide_are_accepted() -> None:
     check_layout(DENSE, MegatronConfig(tensor_parallel=4, pipeline_parallel=2, context_parallel=2), 32)
     check_layout(DENSE, MegatronConfig(pipeline_parallel=4, first_stage_layers=2, last_stage_layers=4), 4)
@@ -99,6 +106,15 @@ def test_layouts_that_divide_are_accepted() -> None:
     assert not uses_sequence_parallel(MegatronConfig(tensor_parallel=2, sequence_parallel=False))
 
 
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_experts_per_tok": 4,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+    "swiglu_limit": 7.0,
+}
 GLM = {"model_type": "glm4_moe", "attention_bias": True, "num_experts_per_tok": 8}
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 
@@ -138,6 +154,18 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
         ({"model_type": "olmoe", "attention_bias": True}, "attention_bias"),
         ({"model_type": "olmoe", "norm_topk_prob": True}, "norm_topk_prob: true"),
         ({"model_type": "olmoe", "rms_norm_eps": 1e-6}, "rms_norm_eps: 1e-06"),
+        ({**GPT_OSS, "num_experts_per_tok": 1}, "num_experts_per_tok: 1"),
+        ({**GPT_OSS, "attention_bias": False}, "attention_bias: false"),
+        ({**GPT_OSS, "sliding_window": None}, "sliding_window: None"),
+        ({**GPT_OSS, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types other than"),
+        ({**GPT_OSS, "layer_types": ["sliding_attention"] * 2}, "layer_types other than"),
+        ({**GPT_OSS, "swiglu_alpha": 1.5}, "swiglu_alpha: 1.5, where engines have 1.702"),
+        ({**GPT_OSS, "swiglu_limit": 10.0}, "swiglu_limit: 10.0"),
+        ({**GPT_OSS, "rope_scaling": None}, "rotary scaling 'default'"),
+        ({**GPT_OSS, "rope_scaling": {**YARN, "attention_factor": 1.5}}, "attention_factor, which engines do not read"),
+        ({**GPT_OSS, "rope_scaling": {**YARN, "mscale": 1.0}}, "mscale, which engines do not read"),
+        ({**GPT_OSS, "tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}, "mxfp4.*megarl convert-weights"),
         ({**LATENT, "rope_parameters": {"rope_type": "linear"}}, "rotary scaling 'linear'"),
         ({**LATENT, "norm_topk_prob": False}, "norm_topk_prob"),
         ({**LATENT, "num_experts_per_tok": 1}, "num_experts_per_tok: 1"),
@@ -166,6 +194,8 @@ def test_supported_models_are_accepted() -> None:
     check_model({"model_type": "llama", "tie_word_embeddings": True, "hidden_act": "silu"})
     check_model({**GLM, "n_group": 1, "use_qk_norm": True, "quantization_config": None, "partial_rotary_factor": 0.5})
     check_model({**VISION, "text_config": {**DENSE, "model_type": "qwen2_5_vl_text"}})
+    check_model(GPT_OSS)
+    check_model({name: value for name, value in GPT_OSS.items() if name in ("model_type", "rope_scaling")})
 
 
 def test_every_supported_model_is_compared_with_transformers() -> None:
@@ -321,3 +351,27 @@ def test_fp8_with_block_scales_is_refused_with_the_convert_command() -> None:
         check_model(published("DeepSeek-V3") | blocks)
     with pytest.raises(ValueError, match=r"quantized.*awq.*Take the unquantized model"):
         check_model(published("DeepSeek-V3") | {"quantization_config": {"quant_method": "awq"}})
+
+
+def test_sinks_are_refused_where_transformer_engine_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native layers have them: on a CPU, and on GPUs without Transformer Engine."""
+    model = {**SPARSE, **GPT_OSS}
+    recipe = Recipe()
+    recipe.cluster.device = "cpu"
+    check_extra(recipe, model, "megatron")
+    recipe.cluster.device = "cuda"
+    check_extra(recipe, SPARSE, "megatron")
+    with pytest.raises(RecipeError, match=r"megatron\.packing = true[\s\S]*sinks for packed sequences[\s\S]*false"):
+        check_extra(recipe, model, "megatron")
+    recipe.megatron.packing = False
+    check_extra(recipe, model, "megatron")
+    recipe.megatron.extra = {"attention_backend": "flash"}
+    with pytest.raises(RecipeError, match=r"critic\.megatron\.extra\.attention_backend[\s\S]*flash attention"):
+        check_extra(recipe, model, "critic.megatron")
+    recipe.megatron.extra, recipe.megatron.context_parallel = {}, 2
+    with pytest.raises(RecipeError, match=r"megatron\.context_parallel = 2[\s\S]*context-parallel ranks"):
+        check_extra(recipe, model, "megatron")
+    monkeypatch.setattr("megarl.platform.transformer_engine.is_importable", lambda: False)
+    monkeypatch.setattr("megarl.platform.device_kind.DeviceKind.is_here", lambda _: True)
+    recipe.megatron.packing = True
+    check_extra(recipe, model, "megatron")

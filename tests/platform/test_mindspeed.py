@@ -188,6 +188,14 @@ def test_norms_that_mindspeed_computes_differently_are_refused() -> None:
         check_extra(recipe({}), model, "megatron")
 
 
+def test_attention_sinks_are_refused() -> None:
+    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64}
+    model = {**DENSE, **sizes, "model_type": "gpt_oss"}
+    for section, key in (("megatron", r"model\.path"), ("critic.megatron", r"critic\.model_path")):
+        with pytest.raises(RecipeError, match=rf"{key} = [\s\S]*sinks and sliding windows[\s\S]*cluster\.device: cuda"):
+            check_extra(recipe({}), model, section)
+
+
 def test_context_parallel_with_images_is_refused() -> None:
     images = {"text_config": DENSE, "vision_config": {}}
     with pytest.raises(RecipeError, match=r"megatron\.context_parallel = 2[\s\S]*vision[\s\S]*context_parallel=1"):

@@ -49,6 +49,8 @@ PUBLISHED = {
     "Qwen3-30B-A3B": 30.5,
     "Qwen3-32B": 32.8,
     "Qwen3-235B-A22B": 235,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
 }
 
 
@@ -160,8 +162,7 @@ def parameters(config: dict[str, int]) -> float:
         size = config.get("head_dim") or width // heads
         attention = 2 * width * heads * size + 2 * width * config["num_key_value_heads"] * size
     dense = 3 * width * config["intermediate_size"]
-    experts = config.get("num_experts") or config.get("n_routed_experts")
-    first = config.get("first_k_dense_replace", 0) if experts else layers
+    first = config.get("first_k_dense_replace", 0) if number_of_experts(config) else layers
     shared = config.get("n_shared_experts", 0) * (layers - first) * 3 * width * config.get("moe_intermediate_size", 0)
     tables = 1 if config["tie_word_embeddings"] else 2
     rest = tables * config["vocab_size"] * width + layers * attention + first * dense
@@ -171,7 +172,8 @@ def parameters(config: dict[str, int]) -> float:
 def expert_parameters(config: dict[str, int]) -> float:
     """Count the parameters of the routed experts in all layers."""
     layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
-    return layers * number_of_experts(config) * 3 * config["hidden_size"] * config.get("moe_intermediate_size", 0)
+    width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    return layers * number_of_experts(config) * 3 * config["hidden_size"] * width
 
 
 def test_flops_of_each_model_can_be_counted() -> None:

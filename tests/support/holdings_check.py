@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.megatron.held_slices import held_slices, parameters
+from megarl.megatron.held_slices import held_slices, held_tensors, parameter_names
 from megarl.weight_sync.sharded.plan import Hosts, plan_transfers
 from megarl.weight_sync.sharded.slices import SliceTable, as_matrix
 from tests.support import held_ranks
@@ -23,7 +23,7 @@ def check(trainer: Any, exported: dict[str, torch.Tensor], record: Path) -> None
     Collective. `record`: the file in which rank 0 writes the ranks' digests, for `check_planned`.
     """
     held = held_slices(trainer.model)
-    weights = dict(parameters(trainer.model))
+    weights = dict(zip(parameter_names(trainer.model), list(held_tensors(trainer.model)), strict=True))
     assert set(held.parameters) == set(weights)
     for tensor, row, column, rows, columns, parameter, offset, stride in held.slices.tolist():
         name = held.tensors[tensor]

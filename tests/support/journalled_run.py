@@ -42,6 +42,7 @@ from megarl.trainer.repeatable_steps import keep_steps
 from megarl.trainer.restarts import TrainerRestarts
 from megarl.trainer.rollbacks import Rollbacks
 from megarl.types import Group, InlineData, Metrics, Partial, Prompt, Sample, SampleTokens, Span
+from megarl.weight_sync.placement import Placement
 from tests.rollout.test_source import Prompts
 from tests.support.training_stand_ins import Workers
 
@@ -155,7 +156,7 @@ class Engine:
         return Group(number, f"row/{number}", "test", samples), InlineData(vectors)
 
 
-class GivingHandover(Handover):
+class GivingPlacement(Placement):
     """Gives the engine a digest of the weights. With `rollout.max_staleness` it may sample with the ones before meanwhile."""
 
     def __init__(self, actor: ActorGroup, engine: Engine, point: Point) -> None:
@@ -247,7 +248,7 @@ def run_session(
         saver = cast(Any, DiskSaver(folder.checkpoints, actor, recipe, log.notice, point))
         skipped = SkippedSteps(recipe.train, Repetition(folder, False, None))
         kl_weight = KLWeight(0.1, 0.2, 10)
-        placement = GivingHandover(actor, engine, point)
+        placement = GivingPlacement(actor, engine, point)
 
         def load(path: Path) -> list[None]:
             actor.workers.call("load", str(path))

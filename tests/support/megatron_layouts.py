@@ -76,18 +76,18 @@ TP2xCP2xEP4       -      -      -           -      slow       -              slo
 """
 
 TABLES = """
-layout       llama3  mistral  qwen3_linear  qwen3_yarn  qwen2_moe  mixtral  minimax_m2  olmoe  glm4_moe_lite  kimi_k2  qwen3_next  glm4_moe_plain  qwen3_5_text  qwen3_5  qwen3_5_moe
-TP1          ci      ci       ci            ci          ci         ci       ci          ci     ci             ci       ci          ci              ci            ci       ci
-DP2          slow    slow     -             slow        slow       slow     slow        slow   slow           slow     slow        -               -             slow     slow
-TP2          slow    slow     -             slow        ci         slow     ci          slow   slow           slow     ci          -               ci            slow     ci
-PP2          slow    slow     -             slow        slow       slow     slow        slow   slow           slow     ci          -               slow          ci       slow
-PP2xVPP2     -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             slow     slow
-CP2          ci      -        -             ci          slow       slow     slow        slow   slow           slow     ci          -               slow          slow     slow
-EP2          -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        ci
-ETP2         -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        -
-TP2xETP2     -       -        -             -           slow       slow     slow        slow   slow           -        slow        -               -             -        -
-TP2xPP2xEP2  -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        slow
-TP2xCP2xEP2  -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        slow
+layout       llama3  mistral  qwen3_linear  qwen3_yarn  qwen2_moe  mixtral  minimax_m2  olmoe  glm4_moe_lite  kimi_k2  qwen3_next  glm4_moe_plain  qwen3_5_text  qwen3_5  qwen3_5_moe  gpt_oss
+TP1          ci      ci       ci            ci          ci         ci       ci          ci     ci             ci       ci          ci              ci            ci       ci           ci
+DP2          slow    slow     -             slow        slow       slow     slow        slow   slow           slow     slow        -               -             slow     slow         slow
+TP2          slow    slow     -             slow        ci         slow     ci          slow   slow           slow     ci          -               ci            slow     ci           ci
+PP2          slow    slow     -             slow        slow       slow     slow        slow   slow           slow     ci          -               slow          ci       slow         slow
+PP2xVPP2     -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             slow     slow         slow
+CP2          ci      -        -             ci          slow       slow     slow        slow   slow           slow     ci          -               slow          slow     slow         ci
+EP2          -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        ci           ci
+ETP2         -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        -            -
+TP2xETP2     -       -        -             -           slow       slow     slow        slow   slow           -        slow        -               -             -        -            -
+TP2xPP2xEP2  -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        slow         slow
+TP2xCP2xEP2  -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        slow         slow
 """
 """Models that differ from the models of `MATRIX` by their tables, and in few computations."""
 
@@ -145,7 +145,7 @@ VL = [
     case("vl", "TP2xPP2", slow=True),
     case("vl", "TP2xCP2", slow=True),
 ]
-RESUME = [
+RESUME: list[dict[str, Any]] = [
     {"name": "resume", "kind": "resume", "model": "qwen3_moe", "megatron": {"expert_parallel": 2}},
     {"name": "resume-bf16", "kind": "resume", "model": "qwen2_tied", "dtype": "bfloat16"},
 ]
@@ -206,3 +206,16 @@ RESHARD_MORE_FOUR = [
     reshard("tp-pp", "one-bf16", tensor_parallel=2, pipeline_parallel=2),
     reshard("dp-plain", "tp-pp-bf16", distributed_optimizer=False),
 ]
+
+
+def _of_gpt_oss(case: dict[str, Any]) -> dict[str, Any]:
+    return {**case, "model": "gpt_oss"}
+
+
+# Sinks, and biases of experts.
+RESHARD_GPT_OSS_TWO = [
+    _of_gpt_oss(RESUME[0]),
+    _of_gpt_oss(reshard("tp", "resume", tensor_parallel=2)),
+    _of_gpt_oss(reshard("pp", "tp", pipeline_parallel=2, distributed_optimizer=False)),
+]
+RESHARD_GPT_OSS_ONE = [_of_gpt_oss(reshard("one", "pp"))]

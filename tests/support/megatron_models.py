@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.support import gpt_oss_model
 from tests.support.megatron_prediction import add_mtp_layer
 
 LENGTHS = [7, 13, 41, 5, 3, 15, 9, 3]
@@ -206,6 +207,10 @@ def _olmoe() -> transformers.PreTrainedModel:
     return transformers.OlmoeForCausalLM(config)
 
 
+def _gpt_oss() -> transformers.PreTrainedModel:
+    return gpt_oss_model.build(COMMON)
+
+
 def _glm4_moe_lite() -> transformers.PreTrainedModel:
     """GLM-4.7-Flash: DeepSeek-V3's attention with low-rank queries, one group."""
     config = {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
@@ -301,6 +306,7 @@ MODELS = {
     "mixtral": _mixtral,
     "minimax_m2": _minimax_m2,
     "olmoe": _olmoe,
+    "gpt_oss": _gpt_oss,
     "glm4_moe_lite": _glm4_moe_lite,
     "kimi_k2": _kimi_k2,
     "qwen3_next": _qwen3_next,
@@ -320,6 +326,8 @@ def write_model(name: str, directory: Path) -> Path:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.normal_(0, 0.05)
+        if name == "gpt_oss":
+            gpt_oss_model.exceed_the_limit(model)
         for key, buffer in model.named_buffers():
             if "e_score" in key:
                 buffer.copy_(torch.randn_like(buffer) * 0.01)

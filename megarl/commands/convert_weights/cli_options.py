@@ -11,7 +11,7 @@ from megarl.errors import as_input_error
 
 
 def convert_weights_command(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Hugging Face model with FP8 weights.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Hugging Face model with FP8 or MXFP4 weights.")],
     out: Annotated[
         Path,
         typer.Option(help="Folder for the bfloat16 model. Repeat the command to resume an interrupted conversion."),
@@ -24,7 +24,7 @@ def convert_weights_command(
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Convert a model with FP8 block-scaled weights (DeepSeek-V3) to bfloat16, which the trainer reads. Needs no accelerator."""
+    """Convert FP8 (DeepSeek-V3) or MXFP4 (gpt-oss) weights to bfloat16, which the trainer reads. Needs no accelerator."""
     from megarl.commands.convert_weights.command import convert
 
     with as_input_error():

@@ -1,4 +1,4 @@
-"""`megarl convert-weights`: convert a Hugging Face model with FP8 weights to bfloat16, on a CPU.
+"""`megarl convert-weights`: convert a Hugging Face model with quantized weights to bfloat16, on a CPU.
 
 Each shard gets its final name when it is complete, and config.json is written last, so an unfinished folder does not load
 as a model. `conversion.megarl.json` lists the finished shards with a fingerprint of their source. The same command
@@ -25,9 +25,11 @@ from typing import Any, TextIO
 
 from megarl.atomic_files import disk_errors, sync, write_synced
 from megarl.cluster.process import die_with_parent, ignore_interrupt
-from megarl.commands.convert_weights.fp8_shards import (
-    FP8,
-    SCALE,
+from megarl.commands.convert_weights.fp8 import Fp8Blocks
+from megarl.commands.convert_weights.layout import Layout, read_layout
+from megarl.commands.convert_weights.mxfp4 import Mxfp4
+from megarl.commands.convert_weights.shards import (
+    Format,
     ShardJob,
     ShardResult,
     check_source,
@@ -36,7 +38,6 @@ from megarl.commands.convert_weights.fp8_shards import (
     fingerprint,
     partial_path,
 )
-from megarl.commands.convert_weights.layout import Layout, read_layout
 from megarl.errors import InputError, pluralize
 from megarl.hf.weights import CONVERSION, INDEX, read_index
 from megarl.observe.console import clock
@@ -49,11 +50,11 @@ _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors", INDEX)
 
 @dataclass
 class Source:
-    """A checked folder of FP8 weights. `config`: its config.json; `block`: (rows, columns) of a scale."""
+    """A checked folder of quantized weights. `config`: its config.json."""
 
     folder: Path
     config: dict[str, Any]
-    block: tuple[int, int]
+    format: Format
     layouts: dict[str, Layout]  # by file name
     files: dict[str, str]  # name of a tensor -> its file
 
@@ -73,13 +74,11 @@ def convert(folder: Path, out: Path, workers: int | None = None) -> None:
         done = _read_manifest(out, folder)  # another call may have finished meanwhile
         prints = {name: fingerprint(folder / name) for name in source.layouts}
         _check_unchanged(folder, done, prints)
-        kept = {name: record for name, record in done.items() if _is_whole(out / name, source.layouts[name], record)}
+        kept = {name: record for name, record in done.items() if _is_whole(source, out / name, record)}
         todo = [name for name in source.layouts if name not in kept]
         _check_room(out, source, todo)
         count = min(workers or min(MOST_WORKERS, os.cpu_count() or 1), max(len(todo), 1))
-        _print(
-            f"{folder}: {pluralize(len(source.layouts), 'file')}, FP8 in blocks of {source.block[0]} x {source.block[1]}"
-        )
+        _print(f"{folder}: {pluralize(len(source.layouts), 'file')}, {source.format}")
         if kept:
             _print(
                 f"{pluralize(len(kept), 'file')} of them {'is' if len(kept) == 1 else 'are'} already complete in {out}"
@@ -91,39 +90,41 @@ def convert(folder: Path, out: Path, workers: int | None = None) -> None:
 
 
 def read_source(folder: Path) -> Source:
-    """Read config.json and the header of every file. Raises InputError unless it is a complete FP8 model with block scales."""
+    """Read config.json and the header of every file. Raises InputError unless the model is complete and in a supported format."""
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} has no config.json: name the folder of a Hugging Face model")
     config = json.loads((folder / "config.json").read_text())
-    block = _block_of(folder, config)
+    format = _format_of(folder, config)
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:
         raise InputError(f"{folder} has no *.safetensors")
     try:
         layouts = {name: read_layout(folder / name) for name in names}
         files = {tensor: name for name, layout in layouts.items() for tensor in layout.entries}
-        source = Source(folder, config, block, layouts, files)
+        source = Source(folder, config, format, layouts, files)
         _check_index(source)
         entries = {tensor: layouts[name].entries[tensor] for tensor, name in files.items()}
         for name, layout in layouts.items():
-            check_source(name, layout, block, entries)
+            check_source(name, layout, format, entries)
     except ValueError as error:
         raise InputError(f"{folder}: {error}") from error
-    if not any(entry.dtype == FP8 for layout in source.layouts.values() for entry in layout.entries.values()):
-        raise InputError(f"{folder} has quantization_config in its config.json, but no tensor in float8")
+    if not any(format.is_quantized(entry) for entry in entries.values()):
+        raise InputError(f"{folder} has quantization_config in its config.json, but no tensor in {format.name}")
     return source
 
 
-def _block_of(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
-    """Return the block size of `quantization_config`. Raises InputError for other quantization methods."""
+def _format_of(folder: Path, config: dict[str, Any]) -> Format:
+    """Return the format of `quantization_config`. Raises InputError for other quantization methods."""
     quantization = config.get("quantization_config")
     if not quantization:
         raise InputError(f"{folder}: config.json has no quantization_config, so the model is not quantized")
     method = str(quantization.get("quant_method"))
+    if method == "mxfp4":
+        return Mxfp4()
     if method != "fp8":
         raise InputError(
             f"{folder} is quantized by {method!r}. convert-weights reads FP8 with block scales ('fp8', as DeepSeek-V3 and "
-            "Qwen3's FP8 models are published). Take the unquantized model of the same name"
+            "Qwen3's FP8 models are published) and MXFP4 ('mxfp4', as gpt-oss is). Take the unquantized model of the same name"
         )
     if quantization.get("fmt", "e4m3") != "e4m3":
         raise InputError(f"{folder}: the FP8 format {quantization['fmt']!r} is not supported, only e4m3")
@@ -133,7 +134,7 @@ def _block_of(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
             f"{folder}: weight_block_size in quantization_config is {block!r}, not [rows, columns] as in [128, 128]. FP8 with "
             "one scale per tensor is not supported"
         )
-    return block[0], block[1]
+    return Fp8Blocks(block[0], block[1])
 
 
 def _check_index(source: Source) -> None:
@@ -211,18 +212,18 @@ def _check_unchanged(folder: Path, done: dict[str, dict[str, Any]], prints: dict
         )
 
 
-def _is_whole(path: Path, source: Layout, record: dict[str, Any]) -> bool:
-    """Check that a converted file exists with the recorded size and the expected header."""
+def _is_whole(source: Source, path: Path, record: dict[str, Any]) -> bool:
+    """Check that the converted file at `path` exists with the recorded size and the expected header."""
     if not path.is_file() or path.stat().st_size != record["size"]:
         return False
     try:
-        return read_layout(path) == converted_layout(source)[1]
+        return read_layout(path) == _converted(source)[path.name]
     except ValueError:
         return False
 
 
 def _check_room(out: Path, source: Source, todo: list[str]) -> None:
-    sizes = {name: converted_layout(source.layouts[name])[1].size for name in source.layouts}
+    sizes = {name: layout.size for name, layout in _converted(source).items()}
     needed = sum(sizes[name] for name in todo) + _SLACK
     partial = sum(path.stat().st_size for path in map(partial_path, map(out.joinpath, todo)) if path.exists())
     free = shutil.disk_usage(out).free + partial  # partial files of an interrupted call are overwritten
@@ -239,7 +240,8 @@ def _convert_files(
 ) -> None:
     """Convert the files `todo`, and add each to the manifest when it is complete."""
     began, written = time.monotonic(), 0
-    total = sum(converted_layout(source.layouts[name])[1].size for name in todo)
+    layouts = _converted(source)
+    total = sum(layouts[name].size for name in todo)
     for number, result in enumerate(_results(source, out, todo, workers), start=1):
         done[result.name] = {"source": prints[result.name], "size": result.size}
         _write_manifest(source, out, done)
@@ -256,7 +258,7 @@ def _results(source: Source, out: Path, todo: list[str], workers: int) -> Iterat
     if not todo:
         return
     jobs = [
-        ShardJob(source.folder / name, out / name, source.block, _scales_of(source, source.layouts[name]))
+        ShardJob(source.folder / name, out / name, source.format, _scales_of(source, source.layouts[name]))
         for name in todo
     ]
     if workers == 1:
@@ -307,14 +309,23 @@ def _end_with(parent: int) -> None:
 
 def _scales_of(source: Source, layout: Layout) -> dict[str, Path]:
     return {
-        entry.name: source.folder / source.files[entry.name + SCALE]
+        entry.name: source.folder / source.files[source.format.scales_of(entry)]
         for entry in layout.entries.values()
-        if entry.dtype == FP8
+        if source.format.is_quantized(entry)
     }
 
 
+def _converted(source: Source) -> dict[str, Layout]:
+    """Return the layouts of the converted files, by name."""
+    return {name: converted_layout(layout, source.format)[1] for name, layout in source.layouts.items()}
+
+
 def _write_manifest(source: Source, out: Path, done: dict[str, Any]) -> None:
-    content = {"source": str(source.folder.absolute()), "block": source.block, "files": dict(sorted(done.items()))}
+    content = {
+        "source": str(source.folder.absolute()),
+        "format": str(source.format),
+        "files": dict(sorted(done.items())),
+    }
     part = partial_path(out / CONVERSION)
     with disk_errors(out):
         write_synced(part, json.dumps(content, indent=1).encode())
@@ -334,7 +345,7 @@ def _write_small_files(source: Source, out: Path) -> None:
             omitted.append(f"{path.name}{'/' if path.is_dir() else ''}")
     if omitted:
         _print(f"not copied, because megarl does not read them: {', '.join(omitted)}")
-    layouts = {name: converted_layout(layout)[1] for name, layout in source.layouts.items()}
+    layouts = _converted(source)
     if (source.folder / INDEX).is_file():
         files = {tensor: name for name, layout in layouts.items() for tensor in layout.entries}
         total = sum(entry.size for layout in layouts.values() for entry in layout.entries.values())

@@ -14,8 +14,8 @@ from megarl.commands.data.tiny_tokenizer import EOS_ID, PAD_ID, VOCAB_LIMIT, mak
 from megarl.commands.data.tiny_weights import Config, write_weights
 
 Kind = Literal[
-    "qwen3_moe", "qwen3", "qwen2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2", "llama", "minimax_m2", "mistral",
-    "mixtral", "olmoe", "qwen2_moe", "qwen3_next",
+    "qwen3_moe", "qwen3", "qwen2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "kimi_k2", "llama", "minimax_m2",
+    "mistral", "mixtral", "olmoe", "qwen2_moe", "qwen3_next",
 ]  # fmt: skip
 
 COMMON: Config = {
@@ -99,6 +99,29 @@ KINDS: dict[str, Config] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 0,
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "rms_norm_eps": 1e-5,
+        "hidden_size": 128,
+        "intermediate_size": 64,
+        "head_dim": 32,
+        "attention_bias": True,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+        "output_router_logits": False,
     },
     "llama": {"architectures": ["LlamaForCausalLM"], "head_dim": 32, "attention_bias": False, "mlp_bias": False},
     "mistral": {"architectures": ["MistralForCausalLM"], "head_dim": 32, "sliding_window": None},

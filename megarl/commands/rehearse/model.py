@@ -14,6 +14,7 @@ Config = dict[str, Any]
 # vLLM has CPU kernels for these sizes, and two tensor-parallel ranks divide them.
 HEAD, HIDDEN, WIDTH, EXPERT_WIDTH, RANK = 32, 64, 128, 64, 32
 EXPERTS, CHOSEN, GROUPS = 8, 2, 4
+WINDOW = 16
 VISION = {"depth": 4, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96, "fullatt_block_indexes": [1, 3], "window_size": 56}  # fmt: skip
 _SPREAD = 0.05  # standard deviation of random weights
 _FILE_DTYPE = "dtype of the weight files; model.dtype is the trainer's dtype"
@@ -24,7 +25,7 @@ _ROTARY = ("rope_scaling", "rope_parameters")  # names before transformers 5, an
 _STRUCTURE = (
     "model_type", "architectures", "num_nextn_predict_layers", "n_shared_experts", "kv_lora_rank", "qk_rope_head_dim",
     "tie_word_embeddings", *_ROTARY, "rope_theta", "attention_bias", "use_qk_norm", "partial_rotary_factor", "scoring_func", "topk_method", "norm_topk_prob",
-    "routed_scaling_factor", "decoder_sparse_step", "mlp_only_layers", "rope_interleave", "max_position_embeddings", "rms_norm_eps",
+    "routed_scaling_factor", "decoder_sparse_step", "mlp_only_layers", "rope_interleave", "max_position_embeddings", "rms_norm_eps", "swiglu_limit",
 )  # fmt: skip
 
 
@@ -56,6 +57,8 @@ def _attention(config: Config) -> Config:
         per_key = config["linear_num_value_heads"] // config["linear_num_key_heads"]
         small |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * per_key}
         small |= {"linear_key_head_dim": HEAD, "linear_value_head_dim": HEAD}
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        small["sliding_window"] = min(config["sliding_window"], WINDOW)
     if config.get("rotary_dim"):
         small["rotary_dim"] = HEAD * config["rotary_dim"] // config["head_dim"]
     if config.get("head_dim"):

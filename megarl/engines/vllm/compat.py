@@ -166,6 +166,24 @@ def process_layer(layer: torch.nn.Module) -> None:
         layerwise.materialize_layer = original
 
 
+def directly_loaded(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
+    """Return the layers that the model's loader writes without their weight loaders, by the prefix of their tensors' names.
+
+    gpt-oss's loader copies all experts of a layer into the parameters themselves (models/gpt_oss.py, _load_weights_other in
+    0.32). A reload has these on meta and only sees weight loaders, so that it would lose the weights. Such layers must be
+    allocated before the loader runs, and processed after it.
+    """
+    found: dict[str, list[torch.nn.Module]] = {}
+    if type(model).__name__ in _LOADED_DIRECTLY:
+        for name, layer in model.named_modules():
+            if "w13_weight" in dict(layer.named_parameters(recurse=False)):
+                found.setdefault(name[: name.index(".experts")] + ".", []).append(layer)
+    return found
+
+
+_LOADED_DIRECTLY = ("GptOssForCausalLM",)
+
+
 def is_deferred_attention(layer: torch.nn.Module) -> bool:
     """Return True for attention layers, which vLLM processes at the end of a reload, after their projections."""
     layerwise = _layerwise()

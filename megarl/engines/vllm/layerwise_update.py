@@ -126,11 +126,23 @@ class LayerwiseUpdate:
 
         if self._completed is not None:
             self._completed(self._whole, self.tensor)
-        if self._whole:
-            self._model.load_weights((name, self._tensors[number]) for number, name in self._whole.items())
+        self._load_whole()
         check_complete(self._model, leave_out=self._tied)
         finalize_layerwise_reload(self._model, model_config)
         compat.repack_tied(self._tied)
+
+    def _load_whole(self) -> None:
+        """Load whole tensors with vLLM's loader."""
+        left = {name: self._tensors[number] for number, name in self._whole.items()}
+        for prefix, layers in compat.directly_loaded(self._model).items():
+            of_layers = {name: left.pop(name) for name in list(left) if name.startswith(prefix)}
+            for layer in layers:
+                compat.materialize_layer(layer)
+            self._model.load_weights(of_layers.items())
+            for layer in layers:
+                compat.process_layer(layer)
+        if left:
+            self._model.load_weights(left.items())
 
 
 class _Layer:

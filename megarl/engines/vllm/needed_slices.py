@@ -84,6 +84,8 @@ class _Trace(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and target is not None and sources:
             self._copy(args[0], args[1], target[0])
             return args[0]
+        if leaves and func._schema.is_mutable and storage_id(leaves[0]) in self._sources:
+            self._whole |= self._source_names(leaves[0])  # the loader changes the tensor before it copies it
         if target is not None and (sources or func not in _CLEARS):
             self._whole |= sources | {_layer(target[0])}
         result = func(*args, **(kwargs or {}))

@@ -207,7 +207,15 @@ def _failing(receiver: FullReceiver | ShardedReceiver) -> Iterator[None]:
 
 
 def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], model_config: Any) -> None:
-    """Load checkpoint-format `weights` into a live vLLM model. ValueError if a parameter is not completely loaded."""
+    """Load checkpoint-format `weights` into a live vLLM model.
+
+    ValueError if a parameter is not completely loaded, or if a reload would lose weights.
+    """
+    if layers := compat.directly_loaded(model):
+        raise ValueError(
+            f"vLLM's {type(model).__name__} writes {next(iter(layers))}experts without its weight loaders, which the full route "
+            "needs: set weight_sync.route=sharded"
+        )
     with adapters.unwrapped(model):
         _load(model, weights, model_config)
 

@@ -13,6 +13,7 @@ from megarl.hf.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from megarl.hf.families.family import Family
 from megarl.hf.families.glm4_moe import GLM4_MOE
 from megarl.hf.families.glm4_moe_lite import GLM4_MOE_LITE
+from megarl.hf.families.gpt_oss import GPT_OSS
 from megarl.hf.families.llama import LLAMA
 from megarl.hf.families.mixtral import MINIMAX_M2, MIXTRAL
 from megarl.hf.families.olmoe import OLMOE
@@ -25,6 +26,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
+    "gpt_oss": GPT_OSS,
     "kimi_k2": KIMI_K2,
     "llama": LLAMA,
     "minimax_m2": MINIMAX_M2,
@@ -54,6 +56,12 @@ def has_zero_centered_norms(hf_config: dict[str, Any]) -> bool:
     """Return whether the model's norms add 1 to their weights."""
     family = FAMILIES.get(hf_config.get("model_type", ""))
     return family is not None and bool(family.settings(text_fields(hf_config)).get("layernorm_zero_centered_gamma"))
+
+
+def has_sinks(hf_config: dict[str, Any]) -> bool:
+    """Return whether the model's heads have attention sinks."""
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    return family is not None and family.sinks
 
 
 def family_of(hf_config: dict[str, Any]) -> Family:

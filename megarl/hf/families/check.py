@@ -48,7 +48,7 @@ def unsupported_settings(family: Family, config: dict[str, Any]) -> list[str]:
     scaling = rotary_scaling(config)
     scaled = scaling["rope_type"] == "yarn" and scaling.get("attention_factor") != 1.0
     partial = rotated_part(config) != 1.0
-    sliding = "sliding_attention" in (config.get("layer_types") or ())
+    sliding = not family.windows and "sliding_attention" in (config.get("layer_types") or ())
     needs = scaling["rope_type"] == "yarn" and not {"factor", "original_max_position_embeddings"} <= scaling.keys()
     refusals = [
         (needs, "rotary scaling 'yarn' without factor and original_max_position_embeddings"),
@@ -85,7 +85,7 @@ def _weight_faults(config: dict[str, Any]) -> Iterator[str]:
     for name in _QUANTIZATION:
         if method := config.get(name):
             method_name = method.get("quant_method", "an unnamed method") if isinstance(method, dict) else method
-            blocks = method_name == "fp8" and method.get("weight_block_size")
+            blocks = method_name == "mxfp4" or (method_name == "fp8" and method.get("weight_block_size"))
             remedy = (
                 "Convert them first: python -m megarl convert-weights FOLDER --out FOLDER-BF16, and name that in the recipe"
                 if blocks

@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from megarl.hf.families.rows import TableRow
-from megarl.hf.families.slices import Config, expert_stack
+from megarl.hf.families.slices import Config
+from megarl.hf.families.stacks import STACKS
 
 Refusals = Iterator[tuple[bool, str]]
 """(is present, description) of each config.json setting that the trainer does not support."""
@@ -30,7 +31,7 @@ def no_refusals(config: Config) -> Refusals:
     return iter(())
 
 
-_NUMBER = re.compile(r"(layers\.|\.weight(?=\d+$))(\d+)")
+_NUMBER = re.compile(r"(layers\.|\.(?:weight|bias)(?=\d+$))(\d+)")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Family:
     ties: bool = True  # the output layer may share the embedding's weights
     biased: bool = False  # attention_bias in config.json is supported, or part of the architecture
     latent: bool = False  # multi-head latent attention
+    sinks: bool = False  # each head has a learned logit that only the softmax's denominator has
+    windows: bool = False  # sliding windows in some layers are part of the architecture
     wide_norms: bool = False  # norms of queries and keys over all heads together, not of each head
     carried: tuple[str, ...] = ("mtp.",)
     """Prefixes of tensors that are not trained and are exported unchanged; so are layers beyond the last."""
@@ -69,7 +72,7 @@ class Family:
     @property
     def stacks_experts(self) -> bool:
         """True if a checkpoint stores all experts of a layer as one tensor."""
-        return any(row.kind is expert_stack for row in self.rows)
+        return any(row.kind in STACKS for row in self.rows)
 
     def row_of(self, parameter: str) -> TableRow:
         """Return the row of a Megatron parameter, with its numbers filled in. Raises ValueError if there is none."""

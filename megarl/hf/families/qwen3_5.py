@@ -10,7 +10,8 @@ from typing import Any
 from megarl.hf.families.family import Family, Refusals
 from megarl.hf.families.qwen3_next import GATED_SHARED_EXPERT, gated_attention, gated_mixture
 from megarl.hf.families.rows import DELTA_NET, DENSE, EXPERTS, GATED_ATTENTION, MODEL, in_layers, row, under
-from megarl.hf.families.slices import Config, delta_by_part, expert_stack
+from megarl.hf.families.slices import Config, delta_by_part
+from megarl.hf.families.stacks import expert_stack
 
 _IN_PARTS = (f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
 _LAYERS = (

@@ -72,8 +72,13 @@ def _attention(family: Family, config: Config) -> dict[str, Shape]:
     groups, size = config.get("num_key_value_heads") or heads, head_size(config)
     rows = (heads * (2 if settings.get("attention_output_gate") else 1) + 2 * groups) * size
     shapes: dict[str, Shape] = {"linear_qkv.layer_norm_weight": (hidden,), "linear_qkv.weight": (rows, hidden)}
-    if settings.get("add_qkv_bias"):
+    biased = bool(settings.get("add_bias_linear"))
+    if biased or settings.get("add_qkv_bias"):
         shapes["linear_qkv.bias"] = (rows,)
+    if biased:
+        shapes["linear_proj.bias"] = (hidden,)
+    if family.sinks:
+        shapes["core_attention.softmax_offset"] = (heads,)
     if settings.get("qk_layernorm") or family.wide_norms:
         shapes["q_layernorm.weight"] = (heads * size if family.wide_norms else size,)
         shapes["k_layernorm.weight"] = (groups * size if family.wide_norms else size,)
@@ -127,6 +132,12 @@ def _mlp(family: Family, config: Config, layer: int) -> dict[str, Shape]:
         shapes["mlp.router.expert_bias"] = (experts,)
     width = settings["moe_ffn_hidden_size"]
     shapes |= _gated("mlp.experts.linear_fc{}.weight{{expert}}", hidden, width)
+    if settings.get("add_bias_linear"):
+        shapes["mlp.router.bias"] = (experts,)
+        shapes |= {
+            "mlp.experts.linear_fc1.bias{expert}": (2 * width,),
+            "mlp.experts.linear_fc2.bias{expert}": (hidden,),
+        }
     if shared := settings.get("moe_shared_expert_intermediate_size"):
         shapes |= _gated("mlp.shared_experts.linear_fc{}.weight", hidden, shared)
     if settings.get("moe_shared_expert_gate"):

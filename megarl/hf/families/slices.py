@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from megarl.hf.config import number_of_experts
-
 Config = dict[str, Any]
 
 Slice = tuple[int, int, int, int, int, int]
@@ -65,13 +63,6 @@ def qkv(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[S
     """Store query, key and value as three tensors. In the parameter, each key/value head follows its query heads."""
     heads = config["num_attention_heads"]
     return _query_key_value(shape, shard, heads, config.get("num_key_value_heads") or heads)
-
-
-def expert_stack(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:
-    """Store the parameters of all experts as one tensor, one expert after the other. They cannot be split into shards."""
-    assert shard.ranks == 1, "check_layout refuses it"
-    elements = math.prod(shape)
-    return [Stored((number_of_experts(config), *shape), [(shard.expert, 0, 1, elements, 0, elements)])]
 
 
 def tower_qkv(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:

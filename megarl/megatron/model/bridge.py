@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from mbridge.core import LLMBridge
 from mbridge.core.util import unwrap_model
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -22,6 +23,7 @@ from megarl.hf.families.rows import TableRow
 from megarl.hf.families.settings import rotary_base, rotary_scaling, rotated_part
 from megarl.hf.families.sizes import head_size
 from megarl.hf.families.slices import ParameterShard, Stored, as_matrix, copy
+from megarl.hf.families.stacks import in_parameter_order, in_stored_order
 from megarl.megatron.model import gated_delta_net, wide_norms
 from megarl.megatron.model.tensor_reader import TensorReader
 
@@ -86,8 +88,8 @@ class TableWeights:
     def _with_expert(self, name: str, rank: int) -> str:
         """Return `name` with its local expert number replaced by the global one of expert-parallel rank `rank`."""
         experts_of_rank: int = self.config.num_moe_experts // self.mpu.ep_size  # type: ignore[attr-defined]
-        prefix, number = name.rsplit(".weight", 1)
-        return f"{prefix}.weight{int(number) + rank * experts_of_rank}"
+        prefix, number = _split_number(name)
+        return f"{prefix}{int(number) + rank * experts_of_rank}"
 
     def load_weights(self, models: Sequence[Any], weights_path: str) -> None:
         """Read this rank's slices of a Hugging Face directory. Needs no other rank.
@@ -102,14 +104,16 @@ class TableWeights:
                     self._load(reader, names[name], weight)
 
     def _load(self, reader: TensorReader, parameter: str, weight: torch.Tensor) -> None:
-        loaded = torch.zeros(weight.shape, dtype=weight.dtype)  # rows that pad the vocabulary stay 0
+        kind = self.row_of(parameter).kind
+        # Rows that pad the vocabulary stay 0.
+        loaded = in_stored_order(kind, torch.zeros(weight.shape, dtype=weight.dtype)).contiguous()
         flat = loaded.view(-1)
         for tensor, place in self.slices_of(parameter, weight):
             reader.check_shape(tensor, place.shape)
             for row, column, rows, columns, offset, stride in place.slices:
                 target = flat.as_strided((rows, columns), (stride, 1), offset)
                 target.copy_(reader.matrix(tensor, row, column, rows, columns))
-        weight.data.copy_(loaded)
+        weight.data.copy_(in_parameter_order(kind, loaded))
 
     def export_weights(self, models: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor of the checkpoint, on every rank. Collective: exhaust it on every rank.
@@ -169,7 +173,7 @@ class TableWeights:
                 missing = whole.numel()
             matrix = whole.view(as_matrix(whole.shape))
             for shard, place in zip(shards, places, strict=True):
-                flat = shard.detach().reshape(-1)
+                flat = in_stored_order(row.kind, shard.detach()).reshape(-1)
                 for first, column, rows, columns, offset, stride in place.slices:
                     part = flat.as_strided((rows, columns), (stride, 1), flat.storage_offset() + offset)
                     matrix[first : first + rows, column : column + columns] = part
@@ -198,6 +202,8 @@ class FamilyBridge(TableWeights, LLMBridge):
         settings = self.family.settings(self.fields)
         if "num_moe_experts" in settings:
             settings["moe_layer_freq"] = sparse_layers(self.family, self.fields)
+        if settings.get("activation_func") == "quick_gelu":
+            settings["activation_func"] = quick_gelu
         if (factor := self._rotary()[1]) != 1.0:
             settings["softmax_scale"] = factor**2 * head_size(self.fields) ** -0.5
         section = "text_config" if hasattr(self.hf_config, "text_config") else None
@@ -270,10 +276,15 @@ def _shard_dim(parameter: str, weight: Any) -> int | None:
     return weight.partition_dim if getattr(weight, "tensor_model_parallel", False) else None
 
 
+def _split_number(parameter: str) -> tuple[str, str]:
+    """Split a parameter's name before the number of its expert, which is "" if it has none."""
+    prefix = parameter.rstrip("0123456789")
+    return prefix, parameter[len(prefix) :]
+
+
 def _expert_number(parameter: str) -> int:
     """Return the number of the expert in a parameter's name, 0 if it has none."""
-    number = parameter.rpartition(".weight")[2]
-    return int(number) if number.isdigit() else 0
+    return int(_split_number(parameter)[1] or 0)
 
 
 def checkpoint_parameters(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:

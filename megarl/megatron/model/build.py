@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from megarl.hf.config import number_of_experts, text_fields
-from megarl.hf.families import family_of, has_tower
+from megarl.hf.families import family_of, has_sinks, has_tower
 from megarl.hf.families.check import check_model
 from megarl.hf.families.read import config_of_unknown_type
-from megarl.megatron.extra_settings import adaptor_settings, check_names, recompute_settings
+from megarl.megatron.extra_settings import adaptor_settings, check_names, check_sinks, recompute_settings
 from megarl.megatron.images import ImageLayout
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
 from megarl.megatron.lora.targets import check_lora
@@ -78,6 +78,8 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     upstream_fixes.fix_megatron()
     if platform.uses_native_layers:
         _install_native_layers(recipe.model.dtype, platform, hf_config)
+    elif has_sinks(hf_config.to_dict()):
+        check_sinks(recipe)
     if value_head:
         hf_config.tie_word_embeddings = False  # a critic has no output layer to tie
     bridge = _bridge(recipe, hf_config, platform)
@@ -90,6 +92,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
             post_model_creation_callbacks=[
                 _mark_experts,
                 _mark_duplicates,
+                _mark_sinks,
                 *([critic.put_head] if value_head else []),
                 *([lora.attach] if lora else []),
             ],
@@ -228,6 +231,15 @@ def _mark_duplicates(chunk: Any, **_: Any) -> None:
         if getattr(module, "parallel_mode", None) == "duplicated":
             for parameter in module.parameters(recurse=False):
                 parameter.tensor_model_parallel = False
+
+
+def _mark_sinks(chunk: Any, **_: Any) -> None:
+    """Mark attention sinks as split over tensor-parallel ranks: each has its own heads. Transformer Engine leaves them unmarked."""
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+    for name, parameter in chunk.named_parameters():
+        if name.endswith(".softmax_offset") and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
 
 def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:

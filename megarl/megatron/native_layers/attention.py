@@ -11,11 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch.nn.attention.bias import causal_lower_right
 
 from megarl.megatron.host_offsets import host_offsets
 from megarl.megatron.native_layers.fused_kernels import packed_attention
+from megarl.megatron.native_layers.masked_attention import masked_attention
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,9 @@ class NativeAttention(torch.nn.Module):
     needs no mask, since no token attends to its right. Context parallel (from `config`; vision towers have none)
     gathers keys and values over the ranks: rank r holds chunks r and 2n-1-r of a sequence cut into 2n chunks, and a
     chunk attends causally to itself and fully to all chunks before it.
+
+    With sinks or a sliding window, attention is `masked_attention`. A sink is a parameter of each head under the name that
+    Transformer Engine's layer has: `softmax_offset`.
     """
 
     def __init__(
@@ -159,6 +165,11 @@ class NativeAttention(torch.nn.Module):
         self.ranks = config.context_parallel_size
         has_group = pg_collection is not None and hasattr(pg_collection, "cp")
         self.cp = pg_collection.cp if has_group else parallel_state.get_context_parallel_group()
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.softmax_offset = _sinks(config) if config.softmax_type == "learnable" else None
+        self.masked = self.window is not None or self.softmax_offset is not None
+        assert not self.masked or (self._causal and not self.dropout), "no family has sinks or windows with these"
 
     def forward(
         self,
@@ -225,7 +236,7 @@ class NativeAttention(torch.nn.Module):
         return together.index_select(0, plan.places)
 
     def _packed_kernel(self, query: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-        if self.dropout and self.training:
+        if self.masked or (self.dropout and self.training):
             return None
         return packed_attention(query.device, query.dtype).function
 
@@ -297,6 +308,8 @@ class NativeAttention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute SDPA of query, key and value [b, heads, s, d]; `mask` is true where a query sees a key."""
+        if self.masked:
+            return masked_attention(query, key, value, window=self.window, sinks=self.softmax_offset, scale=self.scale)
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -307,6 +320,26 @@ class NativeAttention(torch.nn.Module):
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        """Describe the sinks to Megatron's checkpoints."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def _sinks(config: Any) -> torch.nn.Parameter:
+    """Return the sinks of this rank's heads, all 0."""
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    # `current_device` is a device on the CPU platform, a number on CUDA.
+    sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=torch.cuda.current_device()))
+    set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
+    return sinks
 
 
 def _last_keys(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:

@@ -16,7 +16,10 @@ from megarl.megatron.native_layers.fused_kernels import aligned, grouped_gemm
 
 
 class _GroupedLinear(torch.nn.Module):
-    """One linear per local expert, with parameters ``weight0``, ``weight1``, ..."""
+    """One linear per local expert, with parameters ``weight0``, ``weight1``, ... and, with `bias`, ``bias0``, ...
+
+    With `skip_bias_add`, `forward` returns the biases instead of adding them.
+    """
 
     axis: int  # sharded over expert-tensor-parallel ranks
 
@@ -30,11 +33,15 @@ class _GroupedLinear(torch.nn.Module):
         init_method: Callable[[torch.Tensor], Any],
         pg_collection: Any,
         is_expert: bool = True,
+        bias: bool = False,
+        skip_bias_add: bool = False,
         **_: Any,
     ) -> None:
         super().__init__()
         self.num_gemms, self.groups = num_gemms, pg_collection
+        self.biased, self.skip_bias_add = bias, skip_bias_add
         shards = pg_collection.expt_tp.size()
+        assert shards == 1 or not bias, "Megatron refuses biases of experts that are split"
         shape = [output_size, input_size]
         shape[self.axis] //= shards
         weights = []
@@ -52,28 +59,42 @@ class _GroupedLinear(torch.nn.Module):
         # are contiguous there, and a grouped GEMM reads them without a copy.
         for i in reversed(range(num_gemms)):
             self.register_parameter(f"weight{i}", weights[i])
+        for i in reversed(range(num_gemms if bias else 0)):
+            zeros = torch.zeros(output_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+            self.register_parameter(f"bias{i}", torch.nn.Parameter(zeros))
+            getattr(self, f"bias{i}").allreduce = weights[i].allreduce
 
-    def forward(self, x: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
+    def forward(
+        self, x: torch.Tensor, tokens_per_expert: list[int]
+    ) -> tuple[torch.Tensor, list[torch.nn.Parameter] | None]:
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
-        return expert_linears(x, tokens_per_expert, weights), None
+        product = expert_linears(x, tokens_per_expert, weights)
+        if not self.biased:
+            return product, None
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
+        if self.skip_bias_add:
+            return product, biases
+        return product + expert_rows(biases, tokens_per_expert), None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
         result = {}
         experts = self.groups.ep.size() * self.num_gemms
+        kinds = ("weight", "bias") if self.biased else ("weight",)
         for i in range(self.num_gemms):
             expert = self.groups.ep.rank() * self.num_gemms + i
             shard = make_sharded_tensors_for_checkpoint(
-                {f"{i}.weight": getattr(self, f"weight{i}")},
+                {f"{i}.{kind}": getattr(self, f"{kind}{i}") for kind in kinds},
                 "",
-                {f"{i}.weight": self.axis},
+                {f"{i}.weight": self.axis},  # biases are not split
                 (*sharded_offsets, (len(sharded_offsets), expert, experts)),
                 tp_group=self.groups.expt_tp,
                 dp_cp_group=metadata["dp_cp_group"],
             )
             replace_prefix_for_sharding(shard, f"{i}.", prefix)
-            tensor = shard[f"{i}.weight"]
-            tensor.replica_id = (*tensor.replica_id[:2], self.groups.expt_dp.rank())
-            result[f"{prefix}weight{i}"] = tensor
+            for kind in kinds:
+                tensor = shard[f"{i}.{kind}"]
+                tensor.replica_id = (*tensor.replica_id[:2], self.groups.expt_dp.rank())
+                result[f"{prefix}{kind}{i}"] = tensor
         return result
 
     def backward_dw(self) -> None:
@@ -97,6 +118,12 @@ def expert_linears(x: torch.Tensor, tokens_per_expert: Sequence[int], weights: S
         return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights, strict=True)])
     ends = torch.tensor(tokens_per_expert).cumsum(0).to(torch.int32)
     return _GroupedProduct.apply(x, ends.to(x.device, non_blocking=True), gemm, *weights)
+
+
+def expert_rows(rows: Sequence[torch.Tensor], tokens_per_expert: Sequence[int]) -> torch.Tensor:
+    """Return the row [out] of each token's expert, for tokens sorted by expert: [tokens, out]."""
+    counts = torch.tensor(tokens_per_expert, device=rows[0].device)
+    return torch.stack(list(rows)).repeat_interleave(counts, 0, output_size=sum(tokens_per_expert))
 
 
 class _GroupedProduct(torch.autograd.Function):

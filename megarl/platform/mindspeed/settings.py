@@ -114,6 +114,18 @@ def zero_centered_norm_problem() -> tuple[str, str]:
     )
 
 
+def sinks_problem() -> tuple[str, str]:
+    """Problem and remedy of attention sinks and sliding windows (gpt-oss) under MindSpeed.
+
+    Its attention calls npu_fusion_attention without sinks, and asserts that there is no window (core_r0.16.0,
+    mindspeed/core/transformer/dot_product_attention.py and mindspeed/te/pytorch/attention/dot_product_attention).
+    """
+    return (
+        f"the model has attention sinks and sliding windows, and {label()}'s attention has neither",
+        "train with cluster.device: cuda",
+    )
+
+
 def arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of MindSpeed's `repatch`, from a model's settings under Megatron's names.
 

@@ -33,6 +33,8 @@ _OWNED_BY_MODEL = (
     "params_dtype", "bf16", "fp16", "softmax_scale", "attention_output_gate", "layernorm_zero_centered_gamma",
     "moe_shared_expert_gate", "moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_num_groups",
     "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_pre_softmax", "mrope_section", "rotary_base",
+    "activation_func", "activation_func_clamp_value", "glu_linear_offset", "softmax_type", "window_size",
+    "window_attn_skip_freq",
 )  # fmt: skip
 # With these fields, the other tokens of a micro batch decide which tokens are dropped.
 _DROPS_TOKENS = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy")

@@ -139,7 +139,7 @@ def rewrite(model: Path, number: int, **tensors: torch.Tensor | None) -> None:
 def test_unpaired_and_unsupported_tensors_are_refused(model: Path, tmp_path: Path) -> None:
     scales = load_file(model / "model-00003-of-00003.safetensors")["model.layers.0.kv.weight_scale_inv"]
     rewrite(model, 3, model_layers_0_kv_weight__scale__inv=None)
-    with pytest.raises(InputError, match=r"model\.layers\.0\.kv\.weight is in float8, and no file has its scales"):
+    with pytest.raises(InputError, match=r"model\.layers\.0\.kv\.weight is in FP8 e4m3, and no file has its scales"):
         convert(model, tmp_path / "out")
     rewrite(model, 3, model_layers_0_kv_weight__scale__inv=scales, packed_weight=torch.zeros(2, dtype=torch.int32))
     with pytest.raises(InputError, match=r"packed\.weight is in I32; supported: FP8 e4m3, F64, F32, BF16, F16"):
@@ -198,12 +198,13 @@ def test_memory_use_is_independent_of_the_file_size(tmp_path: Path) -> None:
     del tensors, weight
     code = (
         "import resource, sys, torch; from pathlib import Path; import numpy\n"
-        "from megarl.commands.convert_weights.fp8_shards import ShardJob, convert_shard\n"
+        "from megarl.commands.convert_weights.fp8 import Fp8Blocks\n"
+        "from megarl.commands.convert_weights.shards import ShardJob, convert_shard\n"
         "torch.set_num_threads(1); torch.zeros(8).view(torch.uint8).view(torch.float8_e4m3fn).float()\n"
         "pages = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (pages + (200 << 20),) * 2)\n"
         "source = Path(sys.argv[1]); scales = {f'{n}.weight': source for n in range(2)}\n"
-        "print(convert_shard(ShardJob(source, source.with_name('out.safetensors'), (128, 128), scales)).size)\n"
+        "print(convert_shard(ShardJob(source, source.with_name('out.safetensors'), Fp8Blocks(128, 128), scales)).size)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, folder / "model.safetensors"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ import pytest
 
 from megarl.commands.convert_weights import command as convert_weights
 from megarl.commands.convert_weights.command import convert
-from megarl.commands.convert_weights.fp8_shards import ShardJob, ShardResult, convert_shard
+from megarl.commands.convert_weights.shards import ShardJob, ShardResult, convert_shard
 from megarl.errors import InputError
 
 

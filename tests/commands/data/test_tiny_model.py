@@ -21,6 +21,8 @@ def test_transformers_loads_every_tensor(tmp_path, kind):
         sizes["num_key_value_heads"] = 6
     if FAMILIES[kind].delta_nets:
         sizes["layer_types"] = ["linear_attention", "linear_attention", "full_attention"]
+    if FAMILIES[kind].windows:
+        sizes["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
     out = make_tiny_model(kind, tmp_path, seed=0, **sizes)
     config = config_of_unknown_type(out)
     model, report = AutoModelForCausalLM.from_pretrained(out, config=config, output_loading_info=True, dtype="auto")

@@ -17,9 +17,9 @@ from megarl.hf import published
 from megarl.hf.families.check import check_model
 from tests.support.fake_hub import running_hub, use_hub
 
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "architectures": ["GptOssForCausalLM"],
+UNKNOWN = {
+    "model_type": "gpt_oss_2",
+    "architectures": ["GptOss2ForCausalLM"],
     "num_hidden_layers": 24,
     "hidden_size": 2880,
     "num_attention_heads": 64,
@@ -27,7 +27,7 @@ GPT_OSS = {
     "max_position_embeddings": 131072,
     "num_local_experts": 32,
     "num_experts_per_tok": 4,
-    "swiglu_limit": 7.0,
+    "index_topk": 2048,
     "quantization_config": {"quant_method": "mxfp4"},
 }
 
@@ -62,11 +62,11 @@ def test_every_published_model_is_trained(name: str) -> None:
 
 
 def test_an_unknown_family_with_all_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = run(capsys, folder(tmp_path / "m", {**GPT_OSS, "vocab_size": None}))
+    status, text = run(capsys, folder(tmp_path / "m", {**UNKNOWN, "vocab_size": None}))
     assert status == 1 and "does not train this model, for 3 reasons:" in text
-    for words in ("this is a 'gpt_oss' model", "(quantization_config in config.json: mxfp4)", "has no vocab_size"):
+    for words in ("this is a 'gpt_oss_2' model", "(quantization_config in config.json: mxfp4)", "has no vocab_size"):
         assert words in text
-    assert "docs/add_a_model.md has the steps" in text and "swiglu_limit" in text
+    assert "docs/add_a_model.md has the steps" in text and "index_topk" in text
 
 
 def test_several_settings_of_a_known_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

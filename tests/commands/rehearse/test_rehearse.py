@@ -147,6 +147,7 @@ def test_weights_have_transformers_names_and_shapes(name: str, tmp_path: Path) -
         "MixtralConfig",
         "MiniMaxM2Config",
         "OlmoeConfig",
+        "GptOssConfig",
         "Qwen2MoeConfig",
         "Qwen3NextConfig",
         "Glm4MoeLiteConfig",

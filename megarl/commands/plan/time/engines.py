@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.batching.flops import ModelFlops
+from megarl.batching.flops import shape_flops
 from megarl.commands.plan.count.types import EngineRank
 from megarl.commands.plan.time.cost import Cost, all_to_all_seconds, ring_seconds
 from megarl.commands.plan.time.lengths import Lengths
@@ -62,12 +62,13 @@ def room(engines: Engines, lengths: Lengths, limits: EngineLimits, counted: Engi
     The cache is the `counted` one, else the size in the arguments, else the engine's share of the device without the
     weights. An engine that chooses its share at start is assumed to have enough room.
     """
+    seen = engines.shape.attention.seen(lengths.tokens)
     if counted is not None and counted.cache is not None:
-        fitting = counted.cache / (counted.cache_per_token * lengths.tokens)
+        fitting = counted.cache / (counted.cache_per_token * seen)
     elif limits.cache is not None or limits.share is not None:
         share = engines.device.memory * 2**30 * (limits.share or 0.0)
         cache = limits.cache if limits.cache is not None else share - engines.weights - _WORKING
-        fitting = cache / (engines.cache_per_token * lengths.tokens)
+        fitting = cache / (engines.cache_per_token * seen)
     else:
         fitting = math.inf
     return max(1.0, min(float(limits.sequences), fitting))
@@ -94,7 +95,7 @@ def generate(engines: Engines, lengths: Lengths, prompts: float, samples: float)
 def read(engines: Engines, tokens: float, sequences: float) -> Cost:
     """Return the cost of a prefill of `sequences` with `tokens` each: matrix products at `prefill_share` of the peak."""
     shape, device = engines.shape, engines.device
-    flops = ModelFlops(2 * (shape.active - shape.output), 2 * shape.layers * shape.attention.per_pair)
+    flops = shape_flops(shape, output=False)
     each = float(flops.of(np.array([tokens]))[0]) * sequences / (engines.count * engines.tensor)
     links = _links(engines, tokens * sequences / engines.count)
     return Cost(compute=each / (device.flops * device.prefill_share), links=links)
@@ -105,8 +106,9 @@ def decode_step(engines: Engines, sequences: float, cached: float) -> Cost:
     if sequences <= 0:
         return Cost()
     shape, device, tensor = engines.shape, engines.device, engines.tensor
-    size = _met_bytes(engines, max(1.0, sequences)) + sequences * cached * engines.cache_per_token
-    flops = 2.0 * sequences * (shape.active + shape.layers * shape.attention.per_cached_pair * cached) / tensor
+    seen = shape.attention.seen(cached)
+    size = _met_bytes(engines, max(1.0, sequences)) + sequences * seen * engines.cache_per_token
+    flops = 2.0 * sequences * (shape.active + shape.layers * shape.attention.per_cached_pair * seen) / tensor
     memory, compute = size / (device.bandwidth * device.decode_share), flops / (device.flops * device.prefill_share)
     return Cost(
         memory=memory if memory >= compute else 0.0,

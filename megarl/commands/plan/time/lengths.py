@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.batching.flops import ModelFlops
+from megarl.batching.flops import shape_flops, visible_pairs
 from megarl.batching.limits import samples_together
 from megarl.batching.plan import plan_mini_batch
 from megarl.hf.shape import ModelShape
@@ -78,7 +78,7 @@ class MicroBatches:
 
     count: int
     tokens: float
-    pairs: float  # (query, key) of causal attention
+    pairs: float  # (query, key) of causal attention, as the mean over layers
 
 
 def micro_batches(
@@ -89,7 +89,7 @@ def micro_batches(
     per_rank = max(together, math.ceil(samples / data_parallel))
     looked_at = max(1, min(per_rank, _SAMPLES) // together) * together
     sizes = lengths.samples(looked_at)
-    costs = ModelFlops(2 * shape.active, 2 * shape.layers * shape.attention.per_pair).of(sizes)
+    costs = shape_flops(shape).of(sizes)
     multiple_of = megatron.pipeline_parallel if megatron.virtual_pipeline else 1
     every = 1 if per_rank > looked_at else multiple_of
     plan = plan_mini_batch(sizes, costs, [together] * (looked_at // together), recipe, 1, every)[0]
@@ -100,6 +100,6 @@ def micro_batches(
         if not megatron.packing:  # padded: each sample is computed with the longest length
             members[:] = members.max()
         tokens += float(members.sum())
-        pairs += float((members * (members + 1) / 2).sum())
+        pairs += float(visible_pairs(shape.attention, members).sum())
     share = per_rank / looked_at / count
     return MicroBatches(count, tokens * share, pairs * share)

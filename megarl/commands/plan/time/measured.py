@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from megarl.batching.flops import ModelFlops
+from megarl.batching.flops import shape_flops
 from megarl.commands.plan.time.calibration import FORMER_PHASES
 from megarl.commands.plan.time.lengths import Lengths
 from megarl.hf.shape import ModelShape
@@ -91,7 +91,7 @@ def _check_model(path: Path, lines: list[dict[str, float]], recipe: Recipe, shap
         return
     lengths = _lengths(lines)
     tokens = fmean(line["perf/total_num_tokens"] for line in lines)
-    flops = ModelFlops(2 * shape.active, 2 * shape.layers * shape.attention.per_pair)
+    flops = shape_flops(shape)
     samples = lengths.samples(64)
     expected = float(flops.of_update(samples, frozen=recipe.lora.rank > 0).sum()) * tokens / float(samples.sum())
     ratio = fmean(counted) / expected
