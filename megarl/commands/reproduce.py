@@ -35,7 +35,7 @@ _FIXED = ("name", "runs_dir", "train.resume")  # settings of this command
 
 @dataclass
 class InputComparison:
-    """What equals the run's provenance here, what differs, and what cannot be compared: a text each."""
+    """Texts on installation and inputs: equal to the run's, different, and not comparable."""
 
     equal: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ class InputComparison:
 def reproduce(run: Path, name: str | None, overrides: Sequence[str], *, only_print: bool) -> int:
     """Print what differs from the provenance of `run`, then start its recipe in a new directory, from the run's beginning.
 
-    name: of the new run, or its path; None: that of `run` with `-reproduced`. only_print: print the command on stdout, and the
+    name: of the new run, or its path; None: the name of `run` with `-reproduced`. only_print: print the command on stdout, and the
     comparison on stderr; nothing starts. Returns the exit status of the training.
     """
     with as_input_error():

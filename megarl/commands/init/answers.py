@@ -21,8 +21,8 @@ TASKS = {
     "dpo": "preferences: pairs of a chosen and a rejected answer",
 }
 ROWS = "rows"
-"""Reward of rows whose `data_source` selects the scorer."""
-_REQUIRE_MORE = ("judge",)  # scorers that need a section of their own in the recipe
+"""Reward: the `data_source` of each row selects the scorer."""
+_REQUIRE_MORE = ("judge",)  # scorers that need another section in the recipe
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Answers:
 
     @property
     def samples(self) -> bool:
-        """Whether engines sample responses."""
+        """True if engines sample responses."""
         return samples(self.task)
 
 
@@ -76,7 +76,7 @@ def check_task(text: str) -> str:
 
 
 def check_model(text: str) -> str:
-    """Return the model. Raises ValueError for what is neither a folder nor a name on the hub."""
+    """Return the model. Raises ValueError if it is neither a folder nor a name on the hub."""
     if Path(text).is_dir():
         if not (Path(text) / "config.json").is_file():
             raise ValueError(f"the folder {text} has no config.json, so it is not a Hugging Face model")
@@ -112,7 +112,7 @@ def read_machines(text: str) -> Machines:
     """Parse ``8 H100``, ``2 x 8 910B``, ``16 Atlas 800T A3``, ``8 cuda`` or ``2 cpu``. Raises ValueError."""
     match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\d+)\s+(\S.*?)\s*", text)
     if match is None:
-        raise ValueError(f"{text!r} is no number and kind of devices: write e.g. '8 H100', '2 x 8 H100' or '2 cpu'")
+        raise ValueError(f"{text!r} is not a number and kind of devices: write e.g. '8 H100', '2 x 8 H100' or '2 cpu'")
     nodes, count, name = int(match[1] or 1), int(match[2]), match[3]
     if nodes < 1 or count < 1:
         raise ValueError(f"{text!r}: a run needs at least one device")

@@ -73,7 +73,7 @@ def _answers(given: Given, ask: bool) -> Answers:
 
 
 def _answer(option: str, question: str, given: str | None, default: str, check: Callable[[str], T], ask: bool) -> T:
-    """Return the checked answer to one question. On a terminal a wrong answer is asked again."""
+    """Return the checked answer to a question. On a terminal a wrong answer is asked again."""
     if given is not None or not ask:
         try:
             return check(default if given is None else given)

@@ -1,4 +1,4 @@
-"""A layout for a first recipe: the fastest one, by estimate, of those that leave room on the devices, by arithmetic."""
+"""A layout for a first recipe: the fastest by estimate among the layouts that leave room on the devices by arithmetic."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def keys_command(
 
 
 def matching(keys: Sequence[KeyDescription], pattern: str | None) -> list[KeyDescription]:
-    """Return the keys whose name matches; if there are none, those whose meaning contains the pattern. Raises InputError for none."""
+    """Return the keys with a matching name; without any, the keys with the pattern in their meaning. Raises InputError for none."""
     from megarl.errors import InputError
     from megarl.registry import did_you_mean
 

@@ -39,8 +39,8 @@ def test_devices(text: str, expected: Machines) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("H100", "no number and kind"),
-        ("8", "no number and kind"),
+        ("H100", "not a number and kind"),
+        ("8", "not a number and kind"),
         ("0 H100", "at least one device"),
         ("8 H10", "did you mean 'H100'"),
         ("12 H100", "a machine has 8 devices of this kind; write e.g. '2 x 8 H100'"),

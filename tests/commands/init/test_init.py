@@ -109,7 +109,7 @@ def test_an_existing_file_stays() -> None:
     ("given", "problem"),
     [
         ({"task": "rlhf"}, "--task: the task 'rlhf' is unknown"),
-        ({"devices": "many"}, "--devices: 'many' is no number"),
+        ({"devices": "many"}, "--devices: 'many' is not a number"),
         ({"data": "a.csv"}, r"--data: a\.csv ends neither"),
         ({"reward": "gsm8"}, "--reward: the scorer 'gsm8' is unknown"),
         ({"task": "sft", "reward": "gsm8k"}, "--reward: the task sft has no reward"),
