@@ -18,6 +18,7 @@ from megarl.batching.plan import plan_step
 from megarl.recipe.schema import Recipe
 from megarl.trainer.actor import ActorWorker
 from megarl.trainer.critic import CriticWorker
+from megarl.trainer.token_recorder import TokenRecorder
 from megarl.types import Group, InlineData, Sample, SampleTokens, Steps
 from tests.support.loss_cases import settings
 
@@ -94,6 +95,7 @@ def worker(kind: type[ActorWorker] | type[CriticWorker], recipe: Recipe) -> Any:
     instance: Any = object.__new__(kind)
     instance.recipe, instance.platform = recipe, SimpleNamespace(device=lambda: "cpu")
     instance.trainer = SimpleNamespace(coordinates=SimpleNamespace(reports=True, is_last_stage=True))
+    instance.recorder = TokenRecorder(0)
     return instance
 
 

@@ -10,7 +10,7 @@ import torch
 
 from megarl.hf.families.family import Family
 from megarl.hf.families.rows import TableRow
-from megarl.hf.families.slices import expert_stack
+from megarl.hf.families.stacks import expert_stack
 from megarl.megatron.model.bridge import TableWeights
 
 PARAMETER = "decoder.layers.0.mlp.experts.linear_fc2.weight"

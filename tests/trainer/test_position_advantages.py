@@ -13,6 +13,7 @@ from megarl.algorithms.optimal_baseline import group_lengths
 from megarl.batching.plan import plan_step
 from megarl.recipe.schema import Recipe
 from megarl.trainer.actor import ActorWorker
+from megarl.trainer.token_recorder import TokenRecorder
 from megarl.types import Group, InlineData, Sample, SampleTokens
 
 PROMPT = 2
@@ -79,6 +80,7 @@ def estimated(recipe: Recipe, shard: Any, exchange: Any, lengths: list[int]) -> 
     actor.recipe, actor.platform, actor.token_kl = recipe, SimpleNamespace(device=lambda: "cpu"), {}
     coordinates = SimpleNamespace(reports=True, is_last_stage=True)
     actor.trainer = SimpleNamespace(coordinates=coordinates, sum_over_data_parallel=exchange)
+    actor.recorder = TokenRecorder(0)
     actor.load_shard(shard)
     for micro_batch, members in actor._micro_batches():
         vectors = [of_sample(actor.numbers[member], n) for member, n in zip(members, micro_batch.lengths, strict=True)]
