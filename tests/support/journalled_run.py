@@ -273,7 +273,7 @@ def run_session(
                 recipe.train, saver, source, kl_weight, skipped, IDENTITY, load, log, GracefulStop(60.0),
                 journal=journal,
             ),
-            skipped, kl_weight, cast(Any, SimpleNamespace(decode=str)),
+            skipped, kl_weight, cast(Any, SimpleNamespace(decode=lambda ids, special=False: str(ids))),
             Profiling(recipe.observe, actor, [], log, folder.profile, 1.0), log, 1, None,
             repeatable, TrainerRestarts(most, start, check) if (most := recipe.train.trainer_restarts) else None, Rollbacks.of(recipe.train),
         )  # fmt: skip
