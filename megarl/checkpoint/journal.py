@@ -28,7 +28,7 @@ from megarl.recipe.schema import Recipe
 _STATES = 2  # that are kept: the second is used if the first is damaged
 _SHOWN = 4  # settings in a notice
 
-# Settings that decide what training on a kept batch computes, other than those of `identity_of`.
+# Settings that decide the result of training on a kept batch, other than the ones in `identity_of`.
 _TRAINING = (
     "model.dtype", "algorithm.", "actor.", "critic.", "lora.", "megatron.", "train.steps", "train.deterministic", "train.on_spike",
     "train.spike_factor", "train.spike_window", "rollout.temperature", "rollout.max_response_length",
@@ -69,7 +69,7 @@ class JournalEntry:
 
     @property
     def batches(self) -> list[int]:
-        """Steps whose batches are trained on again."""
+        """Steps to train again on their batches."""
         return [step for step in range(self.after + 1, self.step + 1) if step not in self.left_out]
 
 
@@ -129,10 +129,10 @@ class JournalSearch:
     checksums: bool
     notice: Callable[[str], None]
 
-    def newest(self, checkpoint: Path | None, *, own: bool) -> JournalEntry | None:
+    def newest(self, checkpoint: Path | None, *, by_this_run: bool) -> JournalEntry | None:
         """Return the newest whole entry after `checkpoint` (None: after the starting model); None if there is none.
 
-        own: the run has written the checkpoint itself. `notice` receives why entries are not used.
+        by_this_run: the run itself has written the checkpoint. `notice` receives why entries are not used.
         """
         after = 0 if checkpoint is None else checkpoint_step(checkpoint)
         for path in sorted(self.journal.glob(".step_*.partial")):
@@ -148,7 +148,7 @@ class JournalSearch:
                 )
                 continue
             state = json.loads((path / "controller.json").read_text())
-            if not self._continues(state, checkpoint, own=own):
+            if not self._continues(state, checkpoint, by_this_run=by_this_run):
                 return None
             entry = JournalEntry(path, after, tuple(state["left_out"]))
             problem = self._damaged_batch(entry)
@@ -157,10 +157,10 @@ class JournalSearch:
             self.notice(f"the journal of step {entry.step} is skipped: {problem}")
         return None
 
-    def _continues(self, state: dict[str, Any], checkpoint: Path | None, *, own: bool) -> bool:
+    def _continues(self, state: dict[str, Any], checkpoint: Path | None, *, by_this_run: bool) -> bool:
         """Return whether `state` continues `checkpoint` with this session's settings. Gives a notice if it does not."""
         base, step = state["checkpoint"], state["step"]
-        if not own and base != (None if checkpoint is None else str(checkpoint.resolve())):
+        if not by_this_run and base != (None if checkpoint is None else str(checkpoint.resolve())):
             begins = "the starting model" if base is None else base
             self.notice(f"the journal of step {step} is not used, since it begins at {begins}")
             return False

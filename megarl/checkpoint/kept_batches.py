@@ -26,7 +26,7 @@ from megarl.types import Group
 class KeptBatches:
     """The batches of the steps since the newest checkpoint, in `folder`. A thread writes them while the trainers compute.
 
-    durable: they survive the death of the controller and of its machine. earlier: steps whose batches an earlier session has
+    durable: they survive the death of the controller and of its machine. earlier: steps with batches that an earlier session has
     written, and which are used; all other files in `folder` are deleted.
     """
 
@@ -63,7 +63,7 @@ class KeptBatches:
 
     @property
     def left_out(self) -> list[int]:
-        """Steps whose batches are read as empty, in order."""
+        """Steps with batches that are read as empty, in order."""
         return sorted(self._left_out)
 
     def read(self, step: int) -> list[Group]:
@@ -85,7 +85,7 @@ class KeptBatches:
             shutil.rmtree(self._path(kept))
 
     def close(self, *, keep: bool = False) -> None:
-        """End the thread. Delete all batches, or with `keep` those that are not yet written only."""
+        """End the thread. Delete all batches; with `keep` only the ones that are not written yet."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         if not keep:
             shutil.rmtree(self.folder, ignore_errors=True)

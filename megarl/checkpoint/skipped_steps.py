@@ -69,7 +69,7 @@ class SkippedSteps:
         }
 
     def restore_streaks(self, streaks: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace the counts by those of `plain_streaks`."""
+        """Replace the counts by the ones in `plain_streaks`."""
         self._streaks = {
             role: Streak(each["first"], each["steps"], Counter(each["causes"])) for role, each in streaks.items()
         }

@@ -102,15 +102,15 @@ def _find_journal(
     With the path of a checkpoint in `train.resume` it goes on from this one, unless the journal begins there and the run has no checkpoint.
     """
     train = recipe.train
-    own = is_own_checkpoint(directory, checkpoint)
+    by_this_run = is_own_checkpoint(directory, checkpoint)
     if not train.journal or train.resume == "never" or newest_step(directory.journal) is None:
         return None
-    if train.resume != "auto" and (own or list_checkpoints(directory.checkpoints)):
+    if train.resume != "auto" and (by_this_run or list_checkpoints(directory.checkpoints)):
         notices.append("the journal is not used, since train.resume names a checkpoint")
         return None
     checksums = train.verify_checkpoints == "checksums"
     search = JournalSearch(directory.journal, directory.batches, training_settings(recipe), checksums, notices.append)
-    return search.newest(checkpoint, own=own)
+    return search.newest(checkpoint, by_this_run=by_this_run)
 
 
 def is_own_checkpoint(directory: RunDirectory, checkpoint: Path | None) -> bool:

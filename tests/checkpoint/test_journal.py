@@ -1,4 +1,4 @@
-"""Which files of the journal a resume uses: damaged ones, other settings, other checkpoints."""
+"""Files of the journal that a resume uses: damaged ones, other settings, other checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may read the page: the Host header, the token, and the headers that keep a sample's text from acting as a page."""
+"""Access to the page: the Host header, the token, and the headers that keep a sample's text from acting as a page."""
 
 from __future__ import annotations
 
