@@ -72,8 +72,10 @@ def test_a_death_at_any_call_changes_no_number(kind: str, tmp_path: Path) -> Non
         run = session(recipe, killed, word=word_of(kind))
         if run is None:
             run = session(recipe, again, word=word_of(kind))
-            taken = killed.points.count("after take") + again.points.count("after take")
-            assert taken <= STEPS + 1, "more than the batch that was being sampled or trained was sampled again"
+            batches_sampled = killed.points.count("after take") + again.points.count("after take")
+            assert batches_sampled <= STEPS + 1, (
+                "more than the batch that was being sampled or trained was sampled again"
+            )
         check_end(recipe, run, expected, lines, (number, points[number]))
         shutil.rmtree(tmp_path / str(number))
 

@@ -93,8 +93,8 @@ def test_other_settings_of_the_training_leave_the_journal_out(key: str, value: A
     changed, again = recipe_of(tmp_path, change_of(key, value)), Death()
     assert session(changed, again) is not None
     assert again.points.count("after take") == changed.train.steps - (5 if used else 3)
-    said = [text for text in notices(changed) if text.startswith("the journal of step 5 is not used")]
-    assert said == [] if used else len(said) == 1 and key in said[0] and str(value) in said[0]
+    refusals = [text for text in notices(changed) if text.startswith("the journal of step 5 is not used")]
+    assert refusals == [] if used else len(refusals) == 1 and key in refusals[0] and str(value) in refusals[0]
 
 
 def test_another_identity_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +129,8 @@ def test_the_journal_after_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     again = Death()
     shutil.copytree(tmp_path / "mine", tmp_path / "auto")
     assert session(recipe, again) is not None
-    taken = again.points.count("after take")
-    assert taken < 4 and [line["step"] for line in numbers(recipe)] == [4, 5, 6, 7]
+    batches_sampled = again.points.count("after take")
+    assert batches_sampled < 4 and [line["step"] for line in numbers(recipe)] == [4, 5, 6, 7]
     recipe = recipe_of(tmp_path / "auto", change_of("train.save_every", 50))
     assert session(recipe, Death()) is not None
     assert any("not used, since it begins at" in text and str(checkpoint) in text for text in notices(recipe))
