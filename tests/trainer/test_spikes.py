@@ -136,7 +136,7 @@ def test_a_resumed_run_compares_with_the_same_norms(
     with RunLog(recipe, tmp_path / "resumed", 17, 17) as log:
         resumed = build(recipe, tmp_path / "resumed", log, [500.0])
         resumed.source.restore = lambda state: None  # type: ignore[method-assign]
-        run_steps(resumed, resume_from=tmp_path)
+        run_steps(resumed, tmp_path)
     assert resumed.skipped.norms["actor"].state() == [*CALM[:-1], 0.1 + 0.2], "bitwise equal"
     assert lines(tmp_path / "resumed")[0]["actor/spikes"] == 1
 
