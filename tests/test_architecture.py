@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -78,6 +79,13 @@ DEVICE_FILES = {
 @cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_trees() -> Iterator[None]:
+    """Free the millions of nodes at the end: with them each garbage collection of a later test takes half a second."""
+    yield
+    tree_of.cache_clear()
 
 
 @cache
