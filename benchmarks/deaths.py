@@ -64,14 +64,18 @@ def wait_for(
         time.sleep(0.1)
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--victims", choices=PROCESSES, default="all")
     parser.add_argument("--rule", choices=("drain", "refresh", "keep"), default="refresh")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "deaths")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
     out, order = options.out.absolute(), random.Random(options.seed)
     out.mkdir(parents=True)
     prepare_quickstart(out / "quickstart", seed=0)

@@ -14,7 +14,7 @@ Three ways to go on:
 - engines and trainers: failed trainers start again too, and train the kept batches since the checkpoint again, without sampling
   (`train.trainer_restarts`). The engines sample ahead meanwhile, within `max_staleness`.
 
-Assumed times are arguments: they stand for a large model and are not measured here. A step lasts as long as the slower of sampling and
+Assumed times are arguments: they stand for a large model and are not measured here. A step takes the time of the slower of sampling and
 training, since both overlap (`max_staleness` of 1 or more).
 """
 

@@ -218,7 +218,7 @@ def restart_trainers(run: Run, restarts: TrainerRestarts, trained: int, before: 
 
 
 def train_again(run: Run, checkpoint: int, trained: int) -> list[float]:
-    """Train the steps after `checkpoint`, whose weights the trainers have, to `trained` again on their kept batches.
+    """Train the steps after `checkpoint` to `trained` again on their kept batches. The trainers have the weights of `checkpoint`.
 
     Returns by how much their gradient norms differ from the first ones.
     """

@@ -206,7 +206,7 @@ class ToolUse:
 
 
 TOO_SLOW = "too_slow"
-"""Reward part 1 of a response whose scorer reached `reward.timeout`, and for which that counts as wrong (`slow_is_wrong`)."""
+"""Reward part 1 of a response that counts as wrong (`slow_is_wrong`), since its scorer reached `reward.timeout`."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ micro batch has no room to compensate. A larger `max_tokens` helps.
 
 Method: assign samples, longest first, to the cheapest micro batch with room for them (Graham's LPT rule, 1969), then swap
 samples between large and small micro batches. If the samples do not fit or remain uneven, try again with more micro
-batches, as long as goal 1 holds. If they still do not fit, best fit decreasing (Johnson, 1974) determines the number.
+batches, while goal 1 holds. If they still do not fit, best fit decreasing (Johnson, 1974) determines the number.
 verl determines a number from the tokens, and splits the batch into that many nearly equal parts with the largest differencing
 method (Karmarkar and Karp, 1982), which may exceed the limit. slime packs by first fit, within the limit; only its
 `balance_by_flops` divides by differencing and may exceed it. benchmarks/packing.py compares the methods.

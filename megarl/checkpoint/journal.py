@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from megarl.checkpoint.folder import begin, checkpoint_name, checkpoint_step, co
 from megarl.checkpoint.kept_batches import KeptBatches
 from megarl.checkpoint.manifest import find_damage
 from megarl.errors import plain
+from megarl.recipe.load import flat_settings, to_yaml
 from megarl.recipe.schema import Recipe
 
 _STATES = 2  # that are kept: the second is used if the first is damaged
@@ -42,17 +43,8 @@ _SPLIT = re.compile(
 
 def training_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that must not change between a step and a resume that trains its batch again."""
-    settings = json.loads(json.dumps(dict(_flat(recipe, ""))))
+    settings = flat_settings(to_yaml(recipe))
     return {key: value for key, value in settings.items() if key.startswith(_TRAINING) and not _SPLIT.fullmatch(key)}
-
-
-def _flat(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for field in fields(section):
-        value = getattr(section, field.name)
-        if is_dataclass(value):
-            yield from _flat(value, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", value
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ def _metrics_lines(recorded: RunDirectory, target: RunDirectory) -> Iterator[str
     if not common:
         yield "the runs have no step in common, so no metrics were compared"
     elif not differing:
-        yield f"the metrics of {len(common)} steps equal the run's to the last bit (times, rates and memory left out)"
+        yield f"the metrics of {len(common)} steps are bitwise equal to the run's (times, rates and memory left out)"
     else:
         yield f"{len(differing)} metrics differ, the first: {differing[0]}"
         yield f"compare the curves: python -m megarl compare {shown(recorded.path)} {shown(target.path)}"

@@ -15,7 +15,7 @@ from megarl.recipe.schema import Recipe
 
 
 def policy_spec(recipe: Recipe, name: str, *, updated: bool) -> EngineSpec:
-    """Return the spec of a policy engine. `updated`: weight syncs bring its weights; False: it keeps those of `model.path`
+    """Return the spec of a policy engine. `updated`: weight syncs bring its weights; False: it keeps the weights of `model.path`
     (evaluation)."""
     rollout = recipe.rollout
     adapters = AdapterSpec(recipe.lora.rank, tuple(recipe.lora.targets)) if updated and wants_adapters(recipe) else None

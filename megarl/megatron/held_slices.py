@@ -23,7 +23,7 @@ def held_slices(model: Model) -> SliceTable:
 class HeldTensors(Sequence[torch.Tensor]):
     """The tensors that `held_slices` describes, contiguous and with current values; adapters are merged.
 
-    A parameter whose slices count another order of elements is copied when it is read, and the last copy is kept: a copy of all
+    If the slices of a parameter count another order of elements, it is copied when it is read, and the last copy is kept: a copy of all
     would take as much memory as the experts.
     """
 

@@ -149,8 +149,8 @@ def provenance_lines(sessions: Sequence[Session]) -> list[tuple[str, str]]:
     lines = [("megarl", megarl_text(last)), ("Versions", versions_text(last.get("versions", {})))]
     for number, session in enumerate(sessions[:-1], start=1):
         earlier = session.get("provenance") or {}
-        known = "versions" in earlier
-        changes = [f"with {name} {old}" for name, old, _ in differences(earlier, last)] if known else ["unknown"]
+        has_versions = "versions" in earlier
+        changes = [f"with {name} {old}" for name, old, _ in differences(earlier, last)] if has_versions else ["unknown"]
         if changes:
             lines.append((f"Start {number}, step {session.get('first_step')}", ", ".join(changes)))
     lines.append(("System", str(last.get("system", "unknown"))))

@@ -52,7 +52,7 @@ class ObserveConfig:
     )
     token_samples_per_step: int = key(
         2,
-        "Of these, samples whose tokens are written to tokens/, each with its log-probs, advantage, entropy and version: the first of the batch's first group, and of each the first 4,096 tokens (up to 300 KB per sample).",
+        "The tokens of this many of these samples are written to tokens/, each token with its log-probs, advantage, entropy and version: the first of the batch's first group, and of each the first 4,096 tokens (up to 300 KB per sample).",
         at_least=0,
     )
     report: bool = key(True, "Write report.html at the end.")

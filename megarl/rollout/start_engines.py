@@ -44,7 +44,7 @@ def start_engines(
 
     sources: data sources of the rows that the engines score.
     traces: folder for the traces of `observe.profile_engines`; None: no traces.
-    updated: the first weight sync brings the weights; False: the engines read those of `model.path`.
+    updated: the first weight sync brings the weights; False: the engines read the weights of `model.path`.
     tape: the run's tape; None: no tape.
     """
     engines = []

@@ -133,7 +133,7 @@ def from_journal(plans: Sequence[ReplayPlan]) -> str | None:
     number = next((plan.segment.number for plan in plans if plan.segment.journal), None)
     if number is None:
         return None
-    return f"segment {number} of the tape began from the journal (train.journal), and there is no checkpoint of its first weights"
+    return f"segment {number} of the tape began from the journal (train.journal), so its first weights are in no checkpoint"
 
 
 def history(segments: Sequence[TapeSegment]) -> list[ReplayPlan]:

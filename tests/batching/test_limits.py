@@ -1,4 +1,4 @@
-"""Token limits of micro batches, and losses whose groups exceed them."""
+"""Token limits of micro batches, and losses with groups that exceed them."""
 
 from __future__ import annotations
 

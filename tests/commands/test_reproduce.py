@@ -175,7 +175,7 @@ def test_refusals(recorded: Recorded) -> None:
 @pytest.mark.parametrize(
     ("rewards", "expected"),
     [
-        ([0.5, 0.75], "the metrics of 2 steps equal the run's to the last bit"),
+        ([0.5, 0.75], "the metrics of 2 steps are bitwise equal to the run's"),
         ([0.5, 0.5], "1 metrics differ, the first: step 2: critic/rewards/mean is 0.5, in the recorded run 0.75"),
         ([], "the runs have no step in common"),
     ],

@@ -1,4 +1,4 @@
-"""What every command has on a terminal: examples that parse, and completion in a shell."""
+"""Commands on a terminal: examples that parse, and completion in a shell."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ STACK = TableRow(
 
 
 def chunk(experts: int) -> Any:
-    """Return a chunk of one layer, whose expert n has the value n everywhere."""
+    """Return a chunk of one layer; its expert n has the value n everywhere."""
     parameters = {f"{PARAMETER}{expert}": torch.full((3, 2), float(expert)) for expert in range(experts)}
     layers = [SimpleNamespace(layer_number=1)]
     return SimpleNamespace(

@@ -178,7 +178,7 @@ def test_a_record_that_no_name_needs_is_not_read(server: FakeHub, tmp_path: Path
 
 
 def test_rows_of_one_setting_at_two_commits_are_refused(server: FakeHub, tmp_path: Path) -> None:
-    """Of two splits, only one is among the files that the hub has converted: a run records one commit."""
+    """Only one of two splits is among the files that the hub has converted: a run records one commit."""
     extra = {"default/extra/0000.parquet": b"rows"}
     converted = server.dataset("org/words").commit(extra, "refs/convert/parquet")
     main = server.repositories["datasets/org/words"].refs["main"]

@@ -223,7 +223,7 @@ def test_the_checkpoint_that_a_tape_begins_after_is_named(file: Path, tmp_path: 
 def test_a_start_from_the_journal_is_on_the_tape_and_cannot_be_replayed(
     file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """There is no checkpoint of its first weights."""
+    """Its first weights are in no checkpoint."""
     monkeypatch.chdir(tmp_path)
     recipe = record(file, 0, 1, 2)
     resumed = place(recipe, 4)

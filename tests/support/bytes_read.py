@@ -13,7 +13,7 @@ def _total() -> int:
 
 
 class BytesRead:
-    """A block whose bytes read, sockets and pipes included, are in `count` afterwards."""
+    """Count the bytes that a block reads, sockets and pipes included, in `count`."""
 
     count = 0
 

@@ -68,7 +68,7 @@ class Death:
 
 
 class RememberingWorkers(Workers):
-    """Trainers whose weights are the list of all updates so far. Texts with "spike" or "broken" cause skipped updates."""
+    """Trainers with the list of all updates so far as weights. Texts with "spike" or "broken" cause skipped updates."""
 
     failure = None
 

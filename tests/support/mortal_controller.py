@@ -1,4 +1,4 @@
-"""Sessions of a stand-in run (`journalled_run`) whose controller dies at a chosen call."""
+"""Sessions of a stand-in run (`journalled_run`) in which the controller dies at a chosen call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.journalled_run import STEPS, Death, Killed, digest, numbers, 
 Change = Callable[[Recipe], None]
 current = Death()  # of the session that runs
 
-# Functions before and after which the controller may die, besides those of the stand-ins.
+# Functions before and after which the controller may die, besides the stand-ins'.
 MORTAL = [
     (EnginesSource, "admit"), (EnginesSource, "take"), (EnginesSource, "drain"), (EnginesSource, "state"),
     (MetricsLog, "write"), (MetricsLog, "merge"), (RunLog, "samples"), (journal, "begin"), (journal, "commit"),

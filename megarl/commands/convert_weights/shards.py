@@ -39,7 +39,7 @@ class StoredTensor:
 
 
 class Format(ABC):
-    """How a checkpoint stores quantized tensors: each as values and scales, under names that end in `values` and `scales`."""
+    """A checkpoint's format of quantized tensors: each has values and scales, under names that end in `values` and `scales`."""
 
     values: str  # "" if the values have the tensor's own name
     scales: str

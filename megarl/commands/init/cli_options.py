@@ -38,6 +38,6 @@ def init_command(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Ask at most five questions, and write a recipe that loads and plans. Options answer questions beforehand."""
-    from megarl.commands.init.command import Given, init
+    from megarl.commands.init.command import InitOptions, init
 
-    init(file, Given(task, model, data, devices, reward), ask=not defaults)
+    init(file, InitOptions(task, model, data, devices, reward), ask=not defaults)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 _DATA = {"sft": "data/demonstrations.parquet", "dpo": "data/pairs.parquet"}
 
 
-class Given(NamedTuple):
+class InitOptions(NamedTuple):
     """Answers from the command line; None: ask."""
 
     task: str | None
@@ -33,8 +33,8 @@ class Given(NamedTuple):
     reward: str | None
 
 
-def init(file: Path, given: Given, *, ask: bool) -> None:
-    """Write the recipe `file`. ask: ask the questions that `given` leaves open; else they have their defaults.
+def init(file: Path, options: InitOptions, *, ask: bool) -> None:
+    """Write the recipe `file`. ask: ask the questions that `options` leaves open; else they have their defaults.
 
     Raises InputError for an existing file, a wrong answer from the command line, and a missing answer.
     """
@@ -43,7 +43,7 @@ def init(file: Path, given: Given, *, ask: bool) -> None:
             raise ValueError(f"{file} exists: name another file, or move it away")
         if file.suffix not in (".yaml", ".yml"):
             raise ValueError(f"{file}: a recipe's name ends in .yaml")
-        answers = _answers(given, ask)
+        answers = _answers(options, ask)
         text, notice = _checked_text(file, answers)
         with disk_errors(file), file.open("x", encoding="utf-8") as stream:
             stream.write(text)
@@ -53,30 +53,30 @@ def init(file: Path, given: Given, *, ask: bool) -> None:
     typer.echo(f"next: megarl plan {file}, then megarl train {file}")
 
 
-def _answers(given: Given, ask: bool) -> Answers:
+def _answers(options: InitOptions, ask: bool) -> Answers:
     tasks = "\n".join(f"  {name:<6} {meaning}" for name, meaning in TASKS.items())
-    task = _answer("--task", f"Task\n{tasks}\n", given.task, "grpo", checks.check_task, ask)
+    task = _answer("--task", f"Task\n{tasks}\n", options.task, "grpo", checks.check_task, ask)
     model = _answer(
-        "--model", "Model (folder, or name on the hub)", given.model, "Qwen/Qwen3-8B", checks.check_model, ask
+        "--model", "Model (folder, or name on the hub)", options.model, "Qwen/Qwen3-8B", checks.check_model, ask
     )
     data = _DATA.get(task, "data/gsm8k/train.parquet")
-    files = _answer("--data", "Training rows (.parquet, .jsonl, hf://...)", given.data, data, checks.check_files, ask)
+    files = _answer("--data", "Training rows (.parquet, .jsonl, hf://...)", options.data, data, checks.check_files, ask)
     here = checks.devices_here()
-    machines = _answer("--devices", "Devices (e.g. 8 H100, 2 cpu)", given.devices, here, checks.read_machines, ask)
+    machines = _answer("--devices", "Devices (e.g. 8 H100, 2 cpu)", options.devices, here, checks.read_machines, ask)
     reward = None
     if checks.samples(task):
         question = "Reward (a scorer such as gsm8k or math, your module:function, or rows)"
-        reward = _answer("--reward", question, given.reward, ROWS, checks.check_reward, ask)
-    elif given.reward is not None:
+        reward = _answer("--reward", question, options.reward, ROWS, checks.check_reward, ask)
+    elif options.reward is not None:
         raise ValueError(f"--reward: the task {task} has no reward, leave it out")
     return Answers(task, model, files, machines, reward)
 
 
-def _answer(option: str, question: str, given: str | None, default: str, check: Callable[[str], T], ask: bool) -> T:
-    """Return the checked answer to a question. On a terminal a wrong answer is asked again."""
-    if given is not None or not ask:
+def _answer(option: str, question: str, value: str | None, default: str, check: Callable[[str], T], ask: bool) -> T:
+    """Return the checked answer to a question. On a terminal it repeats the question after a wrong answer."""
+    if value is not None or not ask:
         try:
-            return check(default if given is None else given)
+            return check(default if value is None else value)
         except ValueError as error:
             raise ValueError(f"{option}: {error}") from error
     while True:

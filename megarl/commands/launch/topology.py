@@ -126,7 +126,7 @@ def _integer(environ: Mapping[str, str], names: tuple[str, ...], default: int | 
 
 
 def loopback_problem(topology: Topology) -> str | None:
-    """Return what is wrong if other nodes cannot reach the address that the head's name has on the head itself; None if nothing is.
+    """Return an error if the head's name is a loopback address on the head itself, which other nodes cannot reach; else None.
 
     Debian and Ubuntu give a machine's own name the address 127.0.1.1 in /etc/hosts.
     """

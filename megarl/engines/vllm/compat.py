@@ -173,12 +173,12 @@ def directly_loaded(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
     0.32). A reload has these on meta and only sees weight loaders, so that it would lose the weights. Such layers must be
     allocated before the loader runs, and processed after it.
     """
-    found: dict[str, list[torch.nn.Module]] = {}
+    layers: dict[str, list[torch.nn.Module]] = {}
     if type(model).__name__ in _LOADED_DIRECTLY:
         for name, layer in model.named_modules():
             if "w13_weight" in dict(layer.named_parameters(recurse=False)):
-                found.setdefault(name[: name.index(".experts")] + ".", []).append(layer)
-    return found
+                layers.setdefault(name[: name.index(".experts")] + ".", []).append(layer)
+    return layers
 
 
 _LOADED_DIRECTLY = ("GptOssForCausalLM",)

@@ -1,7 +1,7 @@
 """Experts of a layer that a checkpoint stores as one tensor, as kinds of rows (see `slices`). Pure.
 
 gpt-oss stores each expert's matrices transposed, and the rows of gate and up projection alternately. Slices move blocks of
-elements and cannot transpose, so those of the kinds in `REORDERED` count the elements of `in_stored_order(kind, parameter)`.
+elements and cannot transpose, so slices of the kinds in `REORDERED` count the elements of `in_stored_order(kind, parameter)`.
 Weights are NumPy arrays or torch tensors.
 """
 
@@ -22,12 +22,12 @@ def expert_stack(config: Config, shape: tuple[int, ...], shard: ParameterShard) 
 
 
 def transposed_stack(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:
-    """As `expert_stack`, with each expert's matrix transposed."""
+    """Like `expert_stack`, with each expert's matrix transposed."""
     return expert_stack(config, shape[::-1], shard)
 
 
 def interleaved_stack(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:
-    """As `transposed_stack`, with the lines of gate and up projection alternately. Biases have no lines to transpose."""
+    """Like `transposed_stack`, with the lines of gate and up projection alternately. Biases have no lines to transpose."""
     return expert_stack(config, shape[::-1], shard)
 
 

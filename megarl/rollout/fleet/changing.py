@@ -31,7 +31,7 @@ class Leaver:
 class ChangingFleet:
     """Base class of `Fleet`: the number of its engines, which changes on request or because machines end.
 
-    An engine leaves, and gets no further group. It may stay, until it is asked to hand its groups over. It is released when it has
+    An engine leaves, and gets no further group. It may stay until the hand-over of its groups begins. It is released when it has
     no groups, or removed with them: it has left, and its process is ended.
 
     lock: hold it between a look at `serving` and a call to one of these engines, so that the call reaches this process.

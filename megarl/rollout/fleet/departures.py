@@ -22,7 +22,7 @@ class Departures:
         self._deadlines[member] = min(deadline, self._deadlines.get(member, math.inf))
 
     def on_ending_machines(self) -> list[int]:
-        """Return the living engines whose machine ends, after forgetting processes that have ended for another reason."""
+        """Return the living engines on machines that end, after forgetting processes that have ended for another reason."""
         self._deadlines = {member: time for member, time in self._deadlines.items() if self._is_alive(member)}
         return [engine for engine, _ in self._deadlines]
 
@@ -37,7 +37,7 @@ class Departures:
         return [engine for engine in candidates if self._member(engine) not in self._handovers and engine not in ending]
 
     def begin_handover(self, member: Member, now: float) -> bool:
-        """Record that a leaving engine is asked for its groups; return False if it has been asked before."""
+        """Record the request for a leaving engine's groups; return False if it is not the first."""
         if member in self._handovers:
             return False
         self._handovers[member] = now

@@ -1,4 +1,4 @@
-"""Answers of `megarl init`: devices, files, models and rewards, and what is wrong with others."""
+"""Answers of `megarl init`: devices, files, models and rewards, and errors of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megarl init`: the recipe loads, checks pass, questions are asked once, and nothing is overwritten."""
+"""`megarl init`: the recipe loads, checks pass, each question comes once, and nothing is overwritten."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import yaml
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.commands.init.command import Given, init
+from megarl.commands.init.command import InitOptions, init
 from megarl.commands.plan.options import device_of
 from megarl.commands.plan.preflight import checked
 from megarl.errors import InputError
 from megarl.preflight.load import load_recipe
 from megarl.recipe.header import hardware_of
 
-OPEN = Given(None, None, None, None, None)
+OPEN = InitOptions(None, None, None, None, None)
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +26,9 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def written(**given: Any) -> dict[str, Any]:
+def written(**options: Any) -> dict[str, Any]:
     Path("a.yaml").unlink(missing_ok=True)
-    init(Path("a.yaml"), OPEN._replace(**given), ask=False)
+    init(Path("a.yaml"), OPEN._replace(**options), ask=False)
     content: dict[str, Any] = yaml.safe_load(Path("a.yaml").read_text())
     return content
 
@@ -39,7 +39,7 @@ def written(**given: Any) -> dict[str, Any]:
     [("2 cpu", "Qwen/Qwen2.5-0.5B-Instruct"), ("8 H100", "Qwen/Qwen3-8B"), ("8 cuda", "org/unknown"), ("16 910C", "Qwen/Qwen3-30B-A3B")],
 )  # fmt: skip
 def test_recipes_have_no_error(task: str, devices: str, model: str) -> None:
-    """As far as `megarl plan` checks recipes before it counts memory: settings, layout, engines, data."""
+    """The checks of `megarl plan` before it counts memory pass: settings, layout, engines, data."""
     content = written(task=task, devices=devices, model=model)
     recipe = load_recipe("a.yaml")
     look = checked(recipe, Path("a.yaml"), "Qwen3-8B" if model == "org/unknown" else None)
@@ -53,7 +53,7 @@ def test_recipes_have_no_error(task: str, devices: str, model: str) -> None:
 
 
 def test_larger_models_are_split_further() -> None:
-    """A trainer that holds all of a model needs 18 bytes per parameter; the arithmetic leaves room for what it does not know."""
+    """A trainer that holds all of a model needs 18 bytes per parameter; the arithmetic leaves room for the rest."""
     written(devices="8 H100", model="Qwen/Qwen3-14B")
     small = parts_of_the_model()
     written(devices="16 x 8 H100", model="Qwen/Qwen3-235B-A22B", task="sft")
@@ -106,7 +106,7 @@ def test_an_existing_file_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("options", "problem"),
     [
         ({"task": "rlhf"}, "--task: the task 'rlhf' is unknown"),
         ({"devices": "many"}, "--devices: 'many' is not a number"),
@@ -115,9 +115,9 @@ def test_an_existing_file_stays() -> None:
         ({"task": "sft", "reward": "gsm8k"}, "--reward: the task sft has no reward"),
     ],
 )
-def test_wrong_options(given: dict[str, str], problem: str) -> None:
+def test_wrong_options(options: dict[str, str], problem: str) -> None:
     with pytest.raises(InputError, match=problem):
-        init(Path("a.yaml"), OPEN._replace(**given), ask=False)
+        init(Path("a.yaml"), OPEN._replace(**options), ask=False)
     assert not Path("a.yaml").exists()
 
 
@@ -127,14 +127,14 @@ def test_the_file_is_a_recipe() -> None:
 
 
 def test_five_questions() -> None:
-    """Enter takes a default, a wrong answer is asked again, and an option asks nothing."""
+    """Enter takes a default, a wrong answer repeats the question, and an option asks nothing."""
     answers = "nothing\ngrpo\n\n\n2 cpu\n\n"
-    asked = CliRunner().invoke(app, ["init", "a.yaml"], input=answers)
-    assert asked.exit_code == 0, asked.output
-    assert asked.output.count("Task\n") == 2 and "the task 'nothing' is unknown" in asked.output
+    result = CliRunner().invoke(app, ["init", "a.yaml"], input=answers)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("Task\n") == 2 and "the task 'nothing' is unknown" in result.output
     assert load_recipe("a.yaml").cluster.trainers == 2
     for question in ("Model", "Training rows", "Devices", "Reward"):
-        assert asked.output.count(f"{question} (") == 1
+        assert result.output.count(f"{question} (") == 1
     fewer = CliRunner().invoke(app, ["init", "b.yaml", "--task", "sft", "--devices", "2 cpu"], input="\n\n")
     assert fewer.exit_code == 0 and "Task" not in fewer.output and "Reward (" not in fewer.output
 

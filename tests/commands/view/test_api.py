@@ -178,13 +178,13 @@ def test_a_search_reads_a_bounded_part_and_says_where_it_stopped(tmp_path: Path,
     make_large_run(tmp_path, steps=2, samples_per_step=40_000)
     page = open_page(tmp_path)
     with BytesRead() as search:
-        found = get(page, "runs/0/samples", text="no sample has this")
-    assert found["groups"] == [] and found["next"][0] == 2 and found["next"][1] > 0
-    assert PAGE_BYTES <= found["bytes_read"] < 1.1 * PAGE_BYTES and search.count < 1.5 * PAGE_BYTES
-    looked, start, pages = found["looked_at"], found["next"], 1
+        answer = get(page, "runs/0/samples", text="no sample has this")
+    assert answer["groups"] == [] and answer["next"][0] == 2 and answer["next"][1] > 0
+    assert PAGE_BYTES <= answer["bytes_read"] < 1.1 * PAGE_BYTES and search.count < 1.5 * PAGE_BYTES
+    looked, start, pages = answer["looked_at"], answer["next"], 1
     while start:
-        found = get(page, "runs/0/samples", text="no sample has this", step=start[0], offset=start[1])
-        looked, start, pages = looked + found["looked_at"], found["next"], pages + 1
+        answer = get(page, "runs/0/samples", text="no sample has this", step=start[0], offset=start[1])
+        looked, start, pages = looked + answer["looked_at"], answer["next"], pages + 1
     assert looked == 80_000 and pages > 3
 
 

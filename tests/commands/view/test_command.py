@@ -51,8 +51,8 @@ def test_it_serves_until_it_is_stopped(process: subprocess.Popen[str], number: i
 
 
 def test_a_taken_port_is_refused_if_it_was_asked_for(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as occupant:
+        port = occupant.getsockname()[1]
         with pytest.raises(InputError, match=f"port {port}: Address already in use. Choose another --port"):
             listen("127.0.0.1", port)
 

@@ -93,7 +93,7 @@ def test_every_tab(browser: Chromium, address: str, width: int, height: int, dar
 
 
 def test_texts_of_samples_do_nothing(browser: Chromium, address: str) -> None:
-    """Every text of the live run has markup with scripts: it is shown, and no element comes of it."""
+    """Every text of the live run has markup with scripts: the page shows it, without an element for it."""
     browser.set_screen(1400, 900)
     for tab in TABS:
         open_tab(browser, address, tab)
