@@ -30,7 +30,8 @@ def is_due(step: int, every: int) -> bool:
 
 @dataclass
 class Checkpoints:
-    """Checkpoints of a run: the weights through `saver`, the state of the controller (source, KL weight, gradient norms, counts of skipped steps) here.
+    """Checkpoints of a run: the weights through `saver`, the state of the controller here (source, KL weight, gradient norms, counts
+    of skipped steps).
 
     `trained_step`: the trainers hold the weights after this step; None during an update.
     identity: model, data and seed that a checkpoint belongs to. load_weights: loads the checkpoint in all processes and
@@ -247,8 +248,7 @@ class Checkpoints:
             self.log.notice(f"a later checkpoint, which this run abandons, is kept as {path}")
 
     def _save(self, step: int, prepare: Callable[[], None] | None = None) -> None:
-        """Save the weights and the controller's state: step, identity, provenance, the step's metrics, source, adapted KL weight, gradient
-        norms and counts of skipped steps.
+        """Save the weights and the controller's state (`_state`).
 
         prepare: set if the run ends now. Then do not wait for running groups, and call it before the weights are saved: it
         may end engines, and the state contains their samples.
@@ -263,6 +263,7 @@ class Checkpoints:
             self.log.add(self.saver.save(step, state))
 
     def _state(self, step: int, *, interrupted: bool = False) -> dict[str, Any]:
+        """Return the controller's state after `step` as plain values. interrupted: running groups have not been waited for."""
         adapted = self.kl_weight.target is not None  # a fixed weight comes from the recipe
         return {
             "step": step,

@@ -79,17 +79,18 @@ def write_token_values(run_dir: RunDirectory, step: int, records: Sequence[dict[
 
 
 def read_token_values(run_dir: RunDirectory, step: int, sample: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the record of a sample of samples/, or None if the run has not recorded its tokens."""
+    """Return the record of a sample of samples/, or None if the run has not recorded its tokens. Raises ValueError for a damaged
+    line before it."""
     path = token_path(run_dir, step)
     if not path.exists():
         return None
     place = (sample.get("group"), sample.get("index"))
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, start=1):
             try:
                 record = json.loads(line)
-            except ValueError:  # cut short by a crash
-                continue
+            except ValueError as error:
+                raise ValueError(f"{path.parent.name}/{path.name}, line {number} is damaged: {error}") from error
             if isinstance(record, dict) and (record.get("group"), record.get("index")) == place:
                 return record
     return None

@@ -63,6 +63,10 @@ def test_a_record_describes_the_response(tmp_path: Path) -> None:
     assert read is not None and read["values"]["advantages"] == [0.5, "NaN", -0.12346]
     assert read_token_values(run_dir, 5, {"group": 8, "index": 0}) is None
     assert read_token_values(run_dir, 6, {"group": 7, "index": 0}) is None
+    path = run_dir.tokens / "step_000005.jsonl"
+    path.write_bytes(path.read_bytes()[:40] + b"\n")
+    with pytest.raises(ValueError, match=r"tokens/step_000005\.jsonl, line 1 is damaged"):
+        read_token_values(run_dir, 5, {"group": 7, "index": 0})
 
 
 def test_long_responses_are_cut() -> None:

@@ -160,9 +160,16 @@ class ViewedRun:
         return sample_page(self.run_dir, steps, start or (steps[-1], 0), conditions)
 
     def sample(self, step: int, offset: int) -> dict[str, Any]:
-        """Return a sample's record, with ``token_values`` or, without them, None. Raises ValueError if there is none."""
-        record = read_sample(self.run_dir, step, offset)
-        return {**record, "token_values": read_token_values(self.run_dir, step, record)}
+        """Return a sample's record, with ``token_values`` (None: not recorded, or damaged as ``token_damage`` says).
+
+        Raises ValueError if there is no such sample.
+        """
+        record, damage = read_sample(self.run_dir, step, offset), None
+        try:
+            values = read_token_values(self.run_dir, step, record)
+        except ValueError as error:
+            values, damage = None, str(error)
+        return {**record, "token_values": values, "token_damage": damage}
 
     def recipes(self) -> list[tuple[str, dict[str, Any]]]:
         """Return (name, settings) of the run's recipe, then of the recipes of earlier sessions, newest first."""

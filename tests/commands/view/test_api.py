@@ -206,6 +206,9 @@ def test_token_values_come_with_the_samples_that_have_them(tmp_path: Path, open_
     with_values = get(page, "runs/0/sample", step=2, offset=first["samples"][1]["offset"])["token_values"]
     assert with_values["index"] == 1 and len(with_values["tokens"]) == len(with_values["values"]["entropy"]) > 5
     assert get(page, "runs/0/sample", step=2, offset=second["samples"][0]["offset"])["token_values"] is None
+    (tmp_path / "tokens" / "step_000002.jsonl").write_text("{cut off\n")
+    damaged = get(page, "runs/0/sample", step=2, offset=first["samples"][1]["offset"])
+    assert damaged["token_values"] is None and "tokens/step_000002.jsonl, line 1 is damaged" in damaged["token_damage"]
     (tmp_path / "tokens" / "step_000002.jsonl").write_text('{"torn\n')
     assert get(page, "runs/0/sample", step=2, offset=0)["token_values"] is None
 

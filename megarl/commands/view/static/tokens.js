@@ -88,6 +88,6 @@ function missing(record) {
   const rewards = (record.steps ?? []).map(([token, reward]) => `reward ${number(reward)} at token ${token}`);
   const versions = spans.length ? spans.join(", ") : `all tokens were sampled by version ${record.version ?? "?"}`;
   return h("div", { class: "empty" },
-    h("p", {}, "The tokens of this sample were not recorded: no ratio, gap, advantage, entropy and mask per token. The setting observe.token_samples_per_step records them for some samples of each step."),
+    h("p", {}, record.token_damage || "The tokens of this sample were not recorded: no ratio, gap, advantage, entropy and mask per token. The setting observe.token_samples_per_step records them for some samples of each step."),
     h("p", {}, [`Known: ${versions}`, ...rewards].join("; ") + "."));
 }

@@ -2,7 +2,7 @@
 
 import { h, number, plural } from "./dom.js";
 
-const RENDERED = new Set(["prompt", "response", "turns", "reward", "reason", "parts", "prompt_length", "response_length", "finish_reason", "tool_use", "token_values"]);
+const RENDERED = new Set(["prompt", "response", "turns", "reward", "reason", "parts", "prompt_length", "response_length", "finish_reason", "tool_use", "token_values", "token_damage"]);
 const ENDS = { length: "length", turns: "the limit of turns", tool_time: "the limit of seconds in tools" };
 const FAILURES = { refused: "refused", error: "failed", timeout: "timed out", crash: "crashed" };
 // Source text of a tool call in the hermes and DeepSeek formats. It is folded: the tool's turn shows the parsed call.
