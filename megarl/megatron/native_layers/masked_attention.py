@@ -39,7 +39,7 @@ def masked_attention(
     return out[..., :-2]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)  # of a micro batch, with and without a window: a mask of 32,768 tokens takes 1 GiB
 def visible_keys(queries: int, keys: int, window: int | None, with_sink: bool, device: torch.device) -> torch.Tensor:
     """Return the mask [queries, keys] that is true where a query sees a key; `with_sink`: all see one more key, the last."""
     positions = torch.arange(keys, device=device)
