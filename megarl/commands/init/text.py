@@ -78,6 +78,8 @@ def _settings(name: str, answers: Answers, context: int | None) -> dict[str, Any
         settings["actor"]["mini_batches"] = 2
     if task == "dapo":
         settings["algorithm"]["overlong"] = {"penalty_buffer": response // 4, "penalty_factor": 1.0}
+        if ":" in (answers.reward or ""):  # a user's function need not report the part `accuracy`
+            settings["algorithm"]["dynamic_sampling"] = {"enabled": True, "metric": "reward"}
     if answers.reward not in (None, ROWS):
         settings["reward"] = {"function": answers.reward}
     settings["cluster"] = {"device": answers.machines.kind, "trainers": answers.machines.devices}

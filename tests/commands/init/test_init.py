@@ -126,6 +126,12 @@ def test_the_file_is_a_recipe() -> None:
         init(Path("a.txt"), OPEN, ask=False)
 
 
+def test_groups_are_filtered_by_what_the_reward_reports() -> None:
+    """A run ends at its first group if its reward lacks the part that dynamic sampling names."""
+    assert written(task="dapo", reward="rewards:score")["algorithm"]["dynamic_sampling"]["metric"] == "reward"
+    assert written(task="dapo", reward="math")["algorithm"]["dynamic_sampling"]["metric"] == "accuracy"
+
+
 def test_five_questions() -> None:
     """Enter takes a default, a wrong answer repeats the question, and an option asks nothing."""
     answers = "nothing\ngrpo\n\n\n2 cpu\n\n"
