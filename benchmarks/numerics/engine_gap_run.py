@@ -216,7 +216,7 @@ def main() -> None:
         receivers = [(name, host) for name, host in wait(starting, cluster.check)["receivers"]]
         actor = ActorGroup(workers, recipe)
         actor.describe()
-        session = actor.open_weight_sync(receivers, "full")
+        session = actor.open_weight_sync(receivers, case.route)
         assert not isinstance(session, str), session
         engine.connect_weight_sync(session).result()
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
