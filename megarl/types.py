@@ -141,19 +141,24 @@ class Completion:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a response: the policy's, or a tool's result for a call in the preceding policy turn.
+    """One turn of a response: the policy's, a tool's result for a call in the preceding policy turn, or an interaction's reply to
+    that turn.
 
     Example: ``Turn("tool", "4\\n", tokens=9, name="code_interpreter", arguments={"code": "print(2 + 2)"})``.
     """
 
-    role: Literal["assistant", "tool"]
+    role: Literal["assistant", "tool", "user"]
     text: str  # without special tokens; for a tool, its result
-    tokens: int = 0  # number of the sample's tokens in this turn, chat template included
+    tokens: int = (
+        0  # number of the sample's tokens in this turn, chat template included; 0 for a reply that ends the sample
+    )
     name: str = ""  # of the tool
     arguments: dict[str, Any] = field(default_factory=dict)  # of the tool call
     failure: Literal["", "refused", "error", "timeout", "crash"] = ""  # set if `text` describes a failure of the tool
-    seconds: float = 0.0  # run time of the tool
-    reward: float = 0.0  # from the tool; of the policy's last turn: from the final states of tools with state
+    seconds: float = 0.0  # run time of the tool or interaction
+    reward: float = (
+        0.0  # from the tool or interaction; of the policy's last turn: from the final states of tools with state
+    )
 
 
 @dataclass
@@ -202,7 +207,7 @@ class ToolUse:
     calls: int = 0  # tool calls
     failures: int = 0  # failed calls: refused, raised, timed out or crashed
     timeouts: int = 0  # failed calls that timed out
-    seconds: float = 0.0  # total run time of tools; calls of one turn run sequentially
+    seconds: float = 0.0  # total run time of tools and of an interaction; calls of one turn run sequentially
 
 
 TOO_SLOW = "too_slow"

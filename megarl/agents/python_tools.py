@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.agents import Answer, Context, ToolUnavailable
+from megarl.agents import Answer, Context, ToolUnavailable, find
 from megarl.agents.tool import ToolFault
 from megarl.agents.tool_process import WORK, ToolException, ToolRequest, UnavailableNow
 from megarl.agents.toolbox import CallOutcome
@@ -90,7 +90,7 @@ class SampleProcess:
             done = await asyncio.wrap_future(self._submit(name, request, last=not self._started))
             problem = _problem_of(done)
             if problem is not None:
-                problem.tool = name
+                problem.source = find(self._tools._paths[name]).title
                 raise problem
             reward += done.value.reward  # type: ignore[union-attr]
         return reward
@@ -112,7 +112,8 @@ class SampleProcess:
         self._tools._ending.discard(done)
         problem = done.exception() or _problem_of(done.result())
         if problem is not None:
-            print(f"tool {name!r}, sample {self._context.sample} of {self._context.uid}: {problem}", file=sys.stderr)
+            title = find(self._tools._paths[name]).title
+            print(f"{title}, sample {self._context.sample} of {self._context.uid}: {problem}", file=sys.stderr)
 
     def _submit(
         self, name: str, request: ToolRequest, timeout: float | None = None, last: bool = False

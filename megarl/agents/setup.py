@@ -9,14 +9,15 @@ from typing import Any
 from megarl import agents
 from megarl.agents import Tool, ToolUnavailable
 from megarl.agents.call_formats import format_of
+from megarl.agents.interactions import find_interaction
 from megarl.agents.mcp_tools import McpTools
 from megarl.agents.python_tools import PythonTools
-from megarl.agents.tool_responses import AnswerTokens
+from megarl.agents.tool_responses import AnswerTokens, ReplyTokens
 from megarl.agents.toolbox import Caller, Toolbox
 from megarl.agents.trajectory import AgentLoop
 from megarl.cluster.call_gate import CallGate, CallGates
 from megarl.data.tokenizer import Tokenizer
-from megarl.errors import NotHereError, as_recipe_error
+from megarl.errors import NotHereError, RecipeError, as_recipe_error
 from megarl.recipe.agent import AgentConfig
 from megarl.recipe.schema import Recipe
 
@@ -31,8 +32,8 @@ class AgentSetup:
 
     @classmethod
     def of(cls, recipe: Recipe) -> AgentSetup | None:
-        """Return the setup of a recipe, or None if it names no tool."""
-        if not recipe.agent.uses_tools:
+        """Return the setup of a recipe, or None if it has no agent loop."""
+        if not recipe.agent.is_used:
             return None
         return cls(recipe.agent, dict(recipe.data.chat_template_args), {"sandbox": asdict(recipe.sandbox)})
 
@@ -43,7 +44,10 @@ class Agents:
     def __init__(self, setup: AgentSetup, tokenizer: Tokenizer, gates: CallGates | None = None) -> None:
         """`gates`: of the process; None: of these tools alone."""
         self._setup, self._tokenizer, self._gates = setup, tokenizer, gates or CallGates()
-        self._paths = {agents.find(path).name: path for path in agents.tool_paths(setup.agent.tools)}
+        agent = setup.agent
+        self._paths = {agents.find(path).name: path for path in agents.tool_paths(agent.tools)}
+        if agent.interaction:
+            self._paths[find_interaction(agent.interaction).name] = agent.interaction
         self._python: PythonTools | None = None
         self._servers: list[McpTools] = []
 
@@ -59,7 +63,7 @@ class Agents:
             )
             await asyncio.get_running_loop().run_in_executor(None, self._python.start)
             callers.update(dict.fromkeys(self._paths, self._python))
-            gates.update({name: self._gates.of(f"tool {name!r}") for name in self._paths})
+            gates.update({tool.name: self._gates.of(tool.title) for tool in tools})
         for name, server in agent.mcp.items():
             connection = McpTools(name, server)
             self._servers.append(connection)
@@ -68,10 +72,17 @@ class Agents:
             gate = self._gates.of(connection.service, probe=connection.tools)
             gates.update(dict.fromkeys((tool.name for tool in offered), gate))
             tools += offered
-        answers = AnswerTokens(self._tokenizer, self._setup.template_args, agent.max_answer_tokens)
         open_sample = None if self._python is None else self._python.open_sample
         toolbox = Toolbox(tools, callers, agent.tool_timeout, agent.retries, open_sample, gates)
-        return AgentLoop(agent, chosen_format(agent, self._tokenizer), self._tokenizer, answers, toolbox)
+        arguments = self._tokenizer, self._setup.template_args, agent.max_answer_tokens
+        return AgentLoop(
+            agent,
+            chosen_format(agent, self._tokenizer) if agent.uses_tools else None,
+            self._tokenizer,
+            AnswerTokens(*arguments) if agent.uses_tools else None,
+            toolbox,
+            ReplyTokens(*arguments) if agent.interaction else None,
+        )
 
     async def close(self) -> None:
         """End every process and connection."""
@@ -97,12 +108,20 @@ def chosen_format(agent: AgentConfig, tokenizer: Tokenizer) -> str:
 
 
 def check_tools(setup: AgentSetup, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Check tools, MCP servers and the chat template, and return the tools' schemas as the template shows them to the policy.
+    """Check tools, MCP servers, the interaction and the chat template, and return the tools' schemas as the template shows them to
+    the policy.
 
     Raises:
-        ValueError: a tool does not exist, two have one name, or the chat template cannot write tool messages.
+        ValueError: a tool or the interaction does not exist, two tools have one name, or the chat template cannot write the
+            messages of tools or the user.
     """
     agent = setup.agent
+    if agent.interaction:
+        with as_recipe_error("agent.interaction", "name a class decorated with @interaction", agent.interaction):
+            find_interaction(agent.interaction)
+        ReplyTokens(tokenizer, setup.template_args, agent.max_answer_tokens)
+    if not agent.uses_tools:
+        return []
     chosen_format(agent, tokenizer)
     tools: dict[str, tuple[str, Tool]] = {}
     try:
@@ -117,6 +136,10 @@ def check_tools(setup: AgentSetup, tokenizer: Tokenizer) -> list[dict[str, Any]]
                 f"{origin} and {tools[tool.name][0]} both have a tool {tool.name!r}: leave one of them out"
             )
         tools[tool.name] = (origin, tool)
+    for tool in (tool for _, tool in tools.values() if tool.is_interaction):
+        raise RecipeError(
+            "agent.tools", f"{tool.title} is no tool that the policy calls", "name it in agent.interaction"
+        )
     everything = [tool for _, tool in tools.values()]
     Toolbox(everything, {}, agent.tool_timeout, agent.retries)
     AnswerTokens(tokenizer, setup.template_args, agent.max_answer_tokens)

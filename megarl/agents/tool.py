@@ -21,7 +21,7 @@ class ToolUnavailable(Unavailable):
     """A tool cannot be used now, through no fault of the policy. The call is retried, then the sample is sampled again. While
     calls of several rows fail with it, samples wait. Any other exception of a tool is shown to the policy."""
 
-    tool = ""  # its name, set by the toolbox
+    source = ""  # `Tool.title` of the tool, set by the toolbox
     kind: FailureKind = "unavailable"
 
 
@@ -56,8 +56,17 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Reply(Answer):
+    """The user's next message, with a reward for the turn that it answers. `ends`: the conversation ends, and the policy does not
+    read the message."""
+
+    ends: bool = False
+
+
+@dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call, or a class with one object per sample, which has the state of its calls.
+    """A function that the policy may call, or a class with one object per sample, which has the state of its calls. An
+    interaction (`megarl.agents.interactions`) is such a class, which the policy does not call.
 
     Attributes:
         name: its name in calls.
@@ -69,6 +78,7 @@ class Tool:
         prepare: called with the recipe's settings for tools (`sandbox`), once in preflight and once in each process that
             calls the tool; raises if something is not installed.
         stateful: calls of a sample share an object, which runs in a separate process for each sample.
+        is_interaction: it answers the policy's turns as the user.
     """
 
     name: str
@@ -78,6 +88,12 @@ class Tool:
     context: str | None = None
     prepare: Prepare | None = None
     stateful: bool = False
+    is_interaction: bool = False
+
+    @property
+    def title(self) -> str:
+        """The tool's name for messages."""
+        return f"{'interaction' if self.is_interaction else 'tool'} {self.name.removeprefix(INTERACTION)!r}"
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -86,6 +102,8 @@ class Tool:
         return {"type": "function", "function": function}
 
 
+INTERACTION = "interaction "
+"""The start of an interaction's `Tool.name`; names of tools have no space."""
 TOOLS: Registry[Tool] = Registry("tool")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _JSON_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
@@ -167,6 +185,15 @@ def check_name(name: str) -> None:
 
 def _method_call(class_: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return the method `call` of a class. Raises ValueError if its methods cannot be called as `tool` describes."""
+    check_methods(class_, f"tool {name!r}")
+    called = getattr(class_, "call", None)
+    if not callable(called):
+        raise ValueError(f"tool {name!r}: its class has no method call, which the policy's calls run")
+    return typing.cast("Callable[..., Any]", called)
+
+
+def check_methods(class_: Callable[..., Any], title: str) -> None:
+    """Raise ValueError if megarl cannot create an object of a class, or call its methods `start`, `reward` and `end`."""
     expected: dict[str, tuple[Any, ...]] = {"start": (None, None), "reward": (None,), "end": (None,)}
     for method, arguments in expected.items():
         function = getattr(class_, method, None)
@@ -175,25 +202,26 @@ def _method_call(class_: Callable[..., Any], name: str) -> Callable[..., Any]:
                 inspect.signature(function).bind(*arguments)
         except TypeError as error:
             takes = "the context" if method == "start" else "no argument"
-            raise ValueError(f"tool {name!r}: its method {method} must take {takes}: {error}") from error
+            raise ValueError(f"{title}: its method {method} must take {takes}: {error}") from error
     try:
         inspect.signature(class_).bind()
     except TypeError as error:
         raise ValueError(
-            f"tool {name!r}: megarl creates an object for each sample without arguments, and its class needs some: {error}. "
+            f"{title}: megarl creates an object for each sample without arguments, and its class needs some: {error}. "
             "Its method start receives the context"
         ) from error
-    called = getattr(class_, "call", None)
-    if not callable(called):
-        raise ValueError(f"tool {name!r}: its class has no method call, which the policy's calls run")
-    return typing.cast("Callable[..., Any]", called)
 
 
 def find(name: str) -> Tool:
-    """Return the tool registered as `name`, decorated with `tool` as ``module:name``, or ``file.yaml:name`` of verl.
+    """Return the tool registered as `name`, decorated with `tool` as ``module:name``, or ``file.yaml:name`` of verl; or an
+    interaction: a class decorated with `megarl.agents.interaction`, or ``file.yaml`` of verl.
 
     Raises ValueError if there is none.
     """
+    if _is_tools_file(name):
+        from megarl.agents.verl_interactions import interaction_of_file
+
+        return interaction_of_file(name)
     file, _, tool_name = name.rpartition(":")
     if _is_tools_file(file):
         from megarl.agents.verl_tools import tools_of_file
@@ -205,7 +233,7 @@ def find(name: str) -> Tool:
         return TOOLS[name]
     described = getattr(import_function(name, "tool"), "__megarl_tool__", None)
     if described is None:
-        raise ValueError(f"tool {name!r}: it is not decorated with megarl.agents.tool")
+        raise ValueError(f"tool {name!r}: it is not decorated with megarl.agents.tool or megarl.agents.interaction")
     return typing.cast(Tool, described)
 
 

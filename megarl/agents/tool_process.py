@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal
 
@@ -154,7 +154,7 @@ def _answer_of(tool: Tool, result: Any) -> Answer:
         raise ToolFault(f"the text of its answer is {text!r} ({type(text).__name__})")
     if not isinstance(reward, (Real, np.bool_)) or not math.isfinite(reward):
         raise ToolFault(f"the reward of its answer is {reward!r}, not a finite number")
-    return Answer(str(text), float(reward))
+    return replace(result, text=str(text), reward=float(reward))
 
 
 def as_text(result: Any) -> str:

@@ -1,4 +1,4 @@
-"""Tokens between two turns of the policy: tool messages as the chat template writes them."""
+"""Tokens between two turns of the policy: messages of tools or of the user, as the chat template writes them."""
 
 from __future__ import annotations
 
@@ -14,40 +14,16 @@ _TALK: list[list[dict[str, Any]]] = [  # conversations that end with a call; tem
     for call in (_CALL, {**_CALL, "function": {"name": "tool", "arguments": {}}})
 ]
 _LONGEST_TOKEN = 64  # most characters of a token, runs of white space excepted
+_TURN, _REPLY = "an-assistant-turn", "a-reply"
 _PROBE = [{"role": "tool", "content": "answer", "name": "tool", "tool_call_id": "call_0"}]
 
 
-class AnswerTokens:
-    """Converts tool messages to tokens without rendering or tokenizing sampled text again.
-
-    The chat template renders a short conversation with a call, once without and once with tool messages. The difference,
-    from the end token of the policy's turn on, is the text between two turns.
-    """
+class _Messages:
+    """Messages between two turns of the policy, converted to tokens without rendering or tokenizing sampled text again."""
 
     def __init__(self, tokenizer: Tokenizer, template_args: dict[str, Any], most: int) -> None:
-        """`most`: tokens of an answer; the middle of a longer one is cut out.
-
-        Raises:
-            ValueError: the chat template cannot append tool messages to a conversation.
-        """
+        """`most`: tokens of a message; the middle of a longer one is cut out."""
         self.tokenizer, self.args, self.most = tokenizer, template_args, most
-        self._talk, self._before, self._rest = self._find_talk()
-
-    def tokens(self, answers: Sequence[tuple[str, str]]) -> list[int]:
-        """Return the tokens from the end token of the calling turn to the head of the policy's next turn.
-
-        `answers`: (tool name, text) of each tool message.
-        """
-        messages = [
-            {"role": "tool", "content": text, "name": self._harmless(name), "tool_call_id": f"call_{number}"}
-            for number, (name, text) in enumerate(answers)
-        ]
-        whole = self._render([*self._talk, *messages], generate=True)
-        if not whole.startswith(self._before):
-            raise ValueError(
-                f"the chat template in {self.tokenizer.directory} changes earlier text when {messages} follow"
-            )
-        return self.tokenizer.encode(self._rest + whole[len(self._before) :])
 
     def shown(self, text: str) -> str:
         """Return `text` as the policy sees it: at most `most` tokens, none of them a special token.
@@ -71,6 +47,42 @@ class AnswerTokens:
     def _harmless(self, text: str) -> str:
         """Break up special tokens, and replace half surrogate pairs, which tokenizers reject."""
         return self.tokenizer.break_added_tokens(text.encode("utf-8", "replace").decode())
+
+    def _render(self, messages: Sequence[dict[str, Any]], generate: bool) -> str:
+        return self.tokenizer.render_text(messages, True, self.args, generate)
+
+
+class AnswerTokens(_Messages):
+    """Converts tool messages to tokens.
+
+    The chat template renders a short conversation with a call, once without and once with tool messages. The difference,
+    from the end token of the policy's turn on, is the text between two turns.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template_args: dict[str, Any], most: int) -> None:
+        """`most`: tokens of an answer.
+
+        Raises:
+            ValueError: the chat template cannot append tool messages to a conversation.
+        """
+        super().__init__(tokenizer, template_args, most)
+        self._talk, self._before, self._rest = self._find_talk()
+
+    def tokens(self, answers: Sequence[tuple[str, str]]) -> list[int]:
+        """Return the tokens from the end token of the calling turn to the head of the policy's next turn.
+
+        `answers`: (tool name, text) of each tool message.
+        """
+        messages = [
+            {"role": "tool", "content": text, "name": self._harmless(name), "tool_call_id": f"call_{number}"}
+            for number, (name, text) in enumerate(answers)
+        ]
+        whole = self._render([*self._talk, *messages], generate=True)
+        if not whole.startswith(self._before):
+            raise ValueError(
+                f"the chat template in {self.tokenizer.directory} changes earlier text when {messages} follow"
+            )
+        return self.tokenizer.encode(self._rest + whole[len(self._before) :])
 
     def _find_talk(self) -> tuple[list[dict[str, Any]], str, str]:
         """Return a conversation that the template can continue, its text, and the text after its last end token."""
@@ -97,5 +109,37 @@ class AnswerTokens:
         assert before.endswith(rest), (before, rest)
         return rest
 
-    def _render(self, messages: Sequence[dict[str, Any]], generate: bool) -> str:
-        return self.tokenizer.render_text(messages, True, self.args, generate)
+
+class ReplyTokens(_Messages):
+    """Converts a user's reply to tokens: what the chat template writes between the end token of the assistant's turn and the head of
+    the next one. The text before that end token may change with the reply, as Qwen3's does; it is not used."""
+
+    def __init__(self, tokenizer: Tokenizer, template_args: dict[str, Any], most: int) -> None:
+        """`most`: tokens of a reply.
+
+        Raises:
+            ValueError: the chat template cannot append a user's message after an assistant's.
+        """
+        super().__init__(tokenizer, template_args, most)
+        try:
+            text = tokenizer.decode(self.tokens(_REPLY))
+        except ValueError as error:
+            raise ValueError(f"{error}. agent.interaction needs a template for several turns") from error
+        if _REPLY not in text:
+            raise ValueError(
+                f"the chat template in {tokenizer.directory} leaves a user's message after an assistant's out; "
+                "agent.interaction needs a template for several turns"
+            )
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens from the end token of the policy's turn, without it, to the head of the next turn."""
+        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
+        whole = self._render([*talk, {"role": "user", "content": text}], generate=True)
+        _, turn, after = whole.partition(_TURN)
+        ids = self.tokenizer.encode(after)
+        end = next((place for place, number in enumerate(ids) if number in self.tokenizer.end_ids), None)
+        if not turn or end is None:
+            raise ValueError(
+                f"the chat template in {self.tokenizer.directory} closes an assistant's turn before a user's with no end token"
+            )
+        return ids[end + 1 :]

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 from jsonschema.validators import extend
 
-from megarl.agents import Answer, Context, Tool, ToolUnavailable
+from megarl.agents import Answer, Context, Reply, Tool, ToolUnavailable
 from megarl.agents.call_formats import ToolCall
+from megarl.agents.tool import ToolFault
 from megarl.cluster.call_gate import CallGate
-from megarl.types import Turn
+from megarl.types import FailureKind, Turn
 
 _MOST_PROBLEM = 300  # characters of an error about arguments
 
@@ -86,10 +87,14 @@ class Toolbox:
         """
         self._callers, self._timeout, self._retries = dict(callers), timeout, retries
         self._stateful = {tool.name for tool in tools if tool.stateful}
+        self._titles = {tool.name: tool.title for tool in tools}
+        self.interaction = next(
+            (tool.name for tool in tools if tool.is_interaction), None
+        )  # answers turns without calls
         self._open_sample = open_sample
-        self._gates = {tool.name: CallGate(f"tool {tool.name!r}") for tool in tools} | dict(gates or {})
+        self._gates = {tool.name: CallGate(tool.title) for tool in tools} | dict(gates or {})
         self._checks: dict[str, Any] = {}
-        for tool in tools:
+        for tool in (tool for tool in tools if not tool.is_interaction):
             try:
                 Draft202012Validator.check_schema(tool.parameters)
             except SchemaError as error:
@@ -123,6 +128,23 @@ class Toolbox:
             reward=outcome.answer.reward,
         )
 
+    async def reply(
+        self, messages: list[dict[str, Any]], context: Context, seconds_left: float, state: SampleCaller | None
+    ) -> tuple[Turn, bool]:
+        """Return the user's turn after `messages`, with its whole text, and whether the conversation ends with it.
+
+        Raises ToolUnavailable if the interaction fails in any way: the policy has not called it.
+        """
+        assert self.interaction is not None, "the recipe has no interaction"
+        call = ToolCall(self.interaction, {"messages": messages})
+        outcome = await self._attempts(call, context, min(self._timeout, seconds_left), state)
+        reply = outcome.answer
+        if not isinstance(reply, Reply):
+            fault = ToolFault(reply.text.removeprefix("Error: "), cast("FailureKind", outcome.failure))
+            fault.source = self._titles[call.name]
+            raise fault
+        return Turn("user", reply.text, seconds=outcome.seconds, reward=reply.reward), reply.ends
+
     async def _attempts(
         self, call: ToolCall, context: Context, timeout: float, state: SampleCaller | None
     ) -> CallOutcome:
@@ -135,7 +157,7 @@ class Toolbox:
         try:
             outcome, _ = await self._gates[call.name].call(context.uid, attempt, self._retries + 1, _is_answer)
         except ToolUnavailable as error:
-            error.tool = call.name
+            error.source = self._titles[call.name]
             raise
         return outcome
 

@@ -1,4 +1,4 @@
-"""One sample of an agent loop: turn by turn, until the policy calls no tool or reaches a limit.
+"""One sample of an agent loop: turn by turn, until the policy calls no tool and no interaction answers, or at a limit.
 
 Sampled tokens are kept as they are. The chat template writes the tokens between two turns, which are not trained on
 (`loss_mask`). Nothing is tokenized twice.
@@ -14,7 +14,7 @@ import numpy as np
 
 from megarl.agents import Context, ToolUnavailable
 from megarl.agents.call_formats import ToolCall, calls_in
-from megarl.agents.tool_responses import AnswerTokens
+from megarl.agents.tool_responses import AnswerTokens, ReplyTokens
 from megarl.agents.toolbox import SampleCaller, Toolbox, refused
 from megarl.cluster.outages import wait_before
 from megarl.data.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ class Trajectory:
             calls=len(tools),
             failures=sum(bool(turn.failure) for turn in tools),
             timeouts=sum(turn.failure == "timeout" for turn in tools),
-            seconds=sum(turn.seconds for turn in tools),
+            seconds=sum(turn.seconds for turn in self.turns),
         )
 
     @classmethod
@@ -110,9 +110,18 @@ class _Written:
 class AgentLoop:
     """Runs samples with tools, any number at once."""
 
-    def __init__(self, settings: AgentConfig, format: str, tokenizer: Tokenizer, answers: AnswerTokens, tools: Toolbox):
+    def __init__(
+        self,
+        settings: AgentConfig,
+        format: str | None,
+        tokenizer: Tokenizer,
+        answers: AnswerTokens | None,
+        tools: Toolbox,
+        replies: ReplyTokens | None = None,
+    ) -> None:
+        """`format`, `answers`: None without tools that the policy calls. `replies`: None without an interaction."""
         self.settings, self.format, self.tokenizer = settings, format, tokenizer
-        self.answers, self.tools = answers, tools
+        self.answers, self.tools, self.replies = answers, tools, replies
 
     async def run(self, request: GenerationRequest, first: Awaitable[Completion], sample: SampleTurn) -> Trajectory:
         """Run a sample to its end, from its first turn `first` on; `sample` samples later turns (`sampling.n` is 1).
@@ -164,16 +173,18 @@ class AgentLoop:
             if reason:
                 break
             try:
-                answers = await self._answer(calls, context, left, state)
+                if calls:
+                    answers, between = await self._answer(calls, context, left, state)
+                else:
+                    answers, between = await self._reply(request.prompt, written, context, left, state)
             except ToolUnavailable as error:
-                failure = _failure(error, context)
+                failure = SampleFailure(error.source, context.uid, error.kind, str(error), error.failures)
                 break
             left -= sum(turn.seconds for turn in answers)
-            between = await asyncio.to_thread(self.answers.tokens, [(turn.name, turn.text) for turn in answers])
             room = request.sampling.max_tokens - written.length - len(between)
-            if room < 1:  # the last token of a sample must be a sampled one
+            if not between or room < 1:  # the last token of a sample must be a sampled one
                 written.turns += answers
-                reason = "length"
+                reason = "length" if between else completion.finish_reason
                 break
             shares = [len(between) // len(answers) + (n < len(between) % len(answers)) for n in range(len(answers))]
             written.turns += [replace(turn, tokens=share) for turn, share in zip(answers, shares, strict=True)]
@@ -199,7 +210,7 @@ class AgentLoop:
         try:
             reward = await state.finish(self.settings.tool_rewards == "steps")
         except ToolUnavailable as error:
-            return _failure(error, context)
+            return SampleFailure(error.source, context.uid, error.kind, str(error), error.failures)
         last = max(index for index, turn in enumerate(written.turns) if turn.role == "assistant")
         written.turns[last] = replace(written.turns[last], reward=reward)
         return None
@@ -215,13 +226,13 @@ class AgentLoop:
         written.add(completion.tokens, completion.log_probs.astype(np.float32))
         written.turns.append(Turn("assistant", self.tokenizer.decode(ids), tokens=len(ids)))
         written.ends.append(written.length)
-        if completion.finish_reason != "stop":  # truncated: a call may be incomplete
+        if completion.finish_reason != "stop" or self.format is None:  # truncated: a call may be incomplete
             return []
         return calls_in(self.tokenizer.decode(ids, special=True), self.format, head)
 
     def _limit(self, written: _Written, completion: Completion, calls: list[ToolCall], seconds_left: float) -> str:
         """Return the reason to end the sample here, or "" to continue."""
-        if not calls:
+        if not calls and (self.replies is None or completion.finish_reason != "stop"):
             return completion.finish_reason
         if len(written.ends) >= self.settings.max_turns:
             return "turns"
@@ -229,9 +240,11 @@ class AgentLoop:
 
     async def _answer(
         self, calls: list[ToolCall], context: Context, seconds_left: float, state: SampleCaller | None
-    ) -> list[Turn]:
-        """Make the calls of one turn concurrently and return their tool turns, in the order of the calls."""
-        most = self.settings.max_calls_per_turn
+    ) -> tuple[list[Turn], list[int]]:
+        """Make the calls of one turn concurrently; returns their tool turns, in the order of the calls, and the tokens up to the
+        policy's next turn."""
+        assert self.answers is not None, "no tool can be called"
+        most, tokens = self.settings.max_calls_per_turn, self.answers
         turns: list[Turn] = []
         for answer in await asyncio.gather(
             *(self.tools.call(call, context, seconds_left, state) for call in calls[:most]), return_exceptions=True
@@ -241,12 +254,22 @@ class AgentLoop:
             turns.append(answer)
         problem = f"a turn may make {most} calls; this one was not made"
         answers = [*turns, *(refused(call, problem) for call in calls[most:])]
-        shown = await asyncio.to_thread(lambda: [self.answers.shown(turn.text) for turn in answers])
-        return [replace(turn, text=text) for turn, text in zip(answers, shown, strict=True)]
+        shown = await asyncio.to_thread(lambda: [tokens.shown(turn.text) for turn in answers])
+        answers = [replace(turn, text=text) for turn, text in zip(answers, shown, strict=True)]
+        return answers, await asyncio.to_thread(tokens.tokens, [(turn.name, turn.text) for turn in answers])
 
-
-def _failure(error: ToolUnavailable, context: Context) -> SampleFailure:
-    return SampleFailure(f"tool {error.tool!r}", context.uid, error.kind, str(error), error.failures)
+    async def _reply(
+        self, prompt: Prompt, written: _Written, context: Context, seconds_left: float, state: SampleCaller | None
+    ) -> tuple[list[Turn], list[int]]:
+        """Return the interaction's reply to the last turn, and the tokens up to the policy's next turn: none after the last one."""
+        assert self.replies is not None, "the recipe has no interaction"
+        tokens = self.replies
+        messages = [*prompt.messages, *({"role": turn.role, "content": turn.text} for turn in written.turns)]
+        reply, ends = await self.tools.reply(messages, context, seconds_left, state)
+        if ends:
+            return [reply], []
+        reply = replace(reply, text=await asyncio.to_thread(tokens.shown, reply.text))
+        return [reply], await asyncio.to_thread(tokens.tokens, reply.text)
 
 
 def turn_seed(seed: int | None, turn: int) -> int | None:

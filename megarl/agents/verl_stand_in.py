@@ -1,7 +1,7 @@
-"""The modules of verl that its tools import, for machines without verl: `provide` adds them to sys.modules.
+"""The modules of verl that its tools and interactions import, for machines without verl: `provide` adds them to sys.modules.
 
-Names, fields and defaults follow verl/tools/base_tool.py, verl/tools/schemas.py and verl/utils/rollout_trace.py
-(volcengine/verl at b178a3cd). Schemas drop unknown fields as verl's do, because the policy's prompt shows what remains.
+Names, fields and defaults follow verl/tools/base_tool.py, verl/tools/schemas.py, verl/interactions/base.py and
+verl/utils/rollout_trace.py (volcengine/verl at b178a3cd). Schemas drop unknown fields as verl's do, because the policy's prompt shows what remains.
 """
 
 from __future__ import annotations
@@ -97,6 +97,28 @@ class BaseTool:
         return None
 
 
+class BaseInteraction:
+    """Base class of interactions; megarl calls their methods as `verl_interactions` describes. A subclass replies itself."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.name: str = config.get("name", "interaction_agent")
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        return instance_id or str(uuid.uuid4())
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        raise NotImplementedError(f"{type(self).__name__} has no generate_response")
+
+    async def calculate_score(self) -> float:
+        return 0.0
+
+    async def finalize_interaction(self) -> None:
+        return None
+
+
 def rollout_trace_op(function: F) -> F:
     """Return `function`: megarl traces tools itself."""
     return function
@@ -104,6 +126,8 @@ def rollout_trace_op(function: F) -> F:
 
 _MODULES: dict[str, tuple[Any, ...]] = {
     "verl": (),
+    "verl.interactions": (),
+    "verl.interactions.base": (BaseInteraction,),
     "verl.tools": (),
     "verl.tools.base_tool": (BaseTool, OpenAIFunctionToolSchema, ToolResponse),
     "verl.tools.schemas": (

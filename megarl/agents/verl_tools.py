@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,7 +35,7 @@ def tools_of_file(file: str) -> dict[str, Tool]:
 def _tools_of(file: Path) -> dict[str, Tool]:
     verl_stand_in.provide()
     tools: dict[str, Tool] = {}
-    for number, entry in enumerate(_entries(file)):
+    for number, entry in enumerate(entries_of(file, "tools")):
         place = f"{file}, tool {number + 1}"
         make = _maker(entry, place)
         tool = _described(make, place)
@@ -45,17 +45,17 @@ def _tools_of(file: Path) -> dict[str, Tool]:
     return tools
 
 
-def _entries(file: Path) -> list[dict[str, Any]]:
-    """Return the entries of a tools file, with OmegaConf's references resolved."""
+def entries_of(file: Path, key: str) -> list[dict[str, Any]]:
+    """Return the list `key` of a file of verl, with OmegaConf's references resolved."""
     from omegaconf import OmegaConf
 
     try:
         content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     except Exception as error:
-        raise ValueError(f"{file} cannot be read as YAML of verl's tools: {type(error).__name__}: {error}") from error
-    entries = content.get("tools") if isinstance(content, dict) else None
+        raise ValueError(f"{file} cannot be read as YAML of verl's {key}: {type(error).__name__}: {error}") from error
+    entries = content.get(key) if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"{file} has no list `tools`, with a `class_name` and `config` for each tool")
+        raise ValueError(f"{file} has no list `{key}`, with a `class_name` and `config` for each entry")
     return entries
 
 
@@ -67,7 +67,7 @@ def _maker(entry: dict[str, Any], place: str) -> Callable[[], Any]:
         raise ValueError(f"{place} is an MCP server: name its command or URL in agent.mcp instead (docs/agents.md)")
     if kind != "native":
         raise ValueError(f"{place}: config.type is {kind!r}, and verl knows native and mcp")
-    class_ = _class_of(entry.get("class_name"), place)
+    class_ = class_of(entry.get("class_name"), place, "BaseTool", _METHODS)
     from verl.tools.schemas import OpenAIFunctionToolSchema
 
     try:
@@ -83,7 +83,8 @@ def _maker(entry: dict[str, Any], place: str) -> Callable[[], Any]:
     return make
 
 
-def _class_of(path: Any, place: str) -> Any:
+def class_of(path: Any, place: str, base: str, methods: Sequence[str]) -> Any:
+    """Import the class of an entry, which has the `methods` of verl's `base`. Raises ValueError if there is none."""
     if not isinstance(path, str) or "." not in path:
         raise ValueError(f"{place}: class_name is {path!r}, not module.Class")
     module_name, _, name = path.rpartition(".")
@@ -94,9 +95,9 @@ def _class_of(path: Any, place: str) -> Any:
             f"{place}: importing {path} failed with {type(error).__name__}: {error}{verl_stand_in.missing_hint(error)}. It "
             f"is searched in {Path.cwd()} and on PYTHONPATH"
         ) from error
-    missing = [method for method in _METHODS if not callable(getattr(class_, method, None))]
+    missing = [method for method in methods if not callable(getattr(class_, method, None))]
     if missing:
-        raise ValueError(f"{place}: {path} is not derived from verl's BaseTool: it has no {', '.join(missing)}")
+        raise ValueError(f"{place}: {path} is not derived from verl's {base}: it has no {', '.join(missing)}")
     return class_
 
 

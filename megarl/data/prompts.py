@@ -78,7 +78,7 @@ class PromptDataset(RowDataset[Prompt]):
     ) -> None:
         """`tools`: schemas that the chat template renders. `images`: the model's image processor; None: rows must not have
         images. `sample`: rows to read of each file; None: all. `needed`: columns that scorers need, from
-        `megarl.rewards.weighted.needed_columns`. `with_messages`: a scorer reads the rows' messages."""
+        `megarl.rewards.weighted.needed_columns`. `with_messages`: a scorer or an interaction reads the rows' messages."""
         self.layouts, self.optional = layout_of(needed)
         self._needed, self._with_messages = tuple(needed), with_messages
         self._tools = tuple(tools)

@@ -86,7 +86,7 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool, sample: i
     tools = check_tools(setup, tokenizer) if setup is not None else []
     rows: dict[str, Any] = {"tools": tools, "images": ImageReader.of(recipe.model.path, data), "sample": sample}
     rows["needed"] = needed_columns(recipe.reward.function, recipe.reward.functions)
-    rows["with_messages"] = bool(recipe.reward.services)
+    rows["with_messages"] = bool(recipe.reward.services or recipe.agent.interaction)
     if training:
         prepared.prompts = PromptDataset(training_sets(data), tokenizer, data, data.curriculum, **rows)
         _add_notices(prepared, "training prompts", prepared.prompts)

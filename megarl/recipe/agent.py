@@ -34,8 +34,8 @@ class McpServer:
 
 @dataclass
 class AgentConfig:
-    """Agent loops: the policy may call tools over several turns; see docs/agents.md. Active if `tools` or `mcp`
-    names a tool."""
+    """Agent loops: the policy calls tools, or talks to a user, over several turns; see docs/agents.md. Active if `tools`, `mcp` or
+    `interaction` is set."""
 
     tools: list[str] = key(
         [],
@@ -45,38 +45,40 @@ class AgentConfig:
         {},
         "MCP servers with tools that the policy may call, by a name of your choice: `command` or `url`, `env`, `tools`.",
     )
+    interaction: Optional[str] = key(
+        None,
+        "The user of a conversation: `module:Class` with @interaction, or a YAML file of verl's interactions. It replies to each turn of the policy that calls no tool, until it ends the conversation.",
+    )
     format: Optional[Literal["hermes", "deepseek"]] = key(
         None,
         "Syntax of the model's calls: hermes (Qwen: JSON between <tool_call> tags) or deepseek (DeepSeek-V3's special tokens). Unset: derived from the chat template.",
     )
-    max_turns: int = key(
-        8, "Maximum turns of the policy per sample. A call in the last turn is not answered.", at_least=1
-    )
+    max_turns: int = key(8, "Maximum turns of the policy per sample. The last turn is not answered.", at_least=1)
     max_calls_per_turn: int = key(
         4, "Maximum calls per turn. Further calls are not made, and the policy gets a message.", at_least=1
     )
     max_answer_tokens: int = key(
         512,
-        "Maximum length of a tool's answer, in tokens. The middle of a longer answer is left out, and the policy gets a message.",
+        "Maximum length of a tool's answer or the user's reply, in tokens. The middle of a longer one is left out, and the policy gets a message.",
         at_least=8,
     )
     tool_timeout: float = key(
         30.0,
-        "Time limit of a call in seconds, without queueing. After it the call is ended, and the policy gets a message.",
+        "Time limit of a call or a reply in seconds, without queueing. After it the call is ended, and the policy gets a message; after a reply's, the sample is sampled again (`attempts`).",
         above=0,
     )
     max_tool_seconds: float = key(
         300.0,
-        "Time limit of all calls of a sample together, in seconds. The sample ends if it exceeds the limit.",
+        "Time limit of all calls and replies of a sample together, in seconds. The sample ends if it exceeds the limit.",
         above=0,
     )
     tool_rewards: Literal["steps", "scorer"] = key(
         "steps",
-        "Use of tools' rewards. steps: added to the sample's reward, as step rewards. scorer: only scorers see them, in `turns`, and a class's method `reward` is not called.",
+        "Use of the rewards of tools and the interaction. steps: added to the sample's reward, as step rewards. scorer: only scorers see them, in `turns`, and a class's method `reward` is not called.",
     )
     processes: int = key(
         16,
-        "Tool processes per engine, and so the maximum number of concurrent calls. Tools with state run in further processes, one for each sample that calls one, with as many concurrent calls.",
+        "Tool processes per engine, and so the maximum number of concurrent calls. Tools with state and interactions run in further processes, one for each sample that calls one, with as many concurrent calls.",
         at_least=1,
     )
     retries: int = key(
@@ -92,5 +94,10 @@ class AgentConfig:
 
     @property
     def uses_tools(self) -> bool:
-        """True if an agent loop with tools makes the samples."""
+        """True if the policy may call tools."""
         return bool(self.tools or self.mcp)
+
+    @property
+    def is_used(self) -> bool:
+        """True if an agent loop makes the samples."""
+        return self.uses_tools or self.interaction is not None

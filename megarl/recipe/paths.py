@@ -50,7 +50,11 @@ def with_paths(recipe: Recipe, convert: Callable[[str], str]) -> Recipe:
         runs_dir=convert(recipe.runs_dir),
         train=dataclasses.replace(recipe.train, replay=convert_or_none(recipe.train.replay)),
         weight_sync=dataclasses.replace(weight_sync, directory=convert_or_none(weight_sync.directory)),
-        agent=dataclasses.replace(recipe.agent, tools=[convert_file(tool) for tool in recipe.agent.tools]),
+        agent=dataclasses.replace(
+            recipe.agent,
+            tools=[convert_file(tool) for tool in recipe.agent.tools],
+            interaction=convert_file(recipe.agent.interaction) if recipe.agent.interaction else None,
+        ),
         reward=dataclasses.replace(
             reward,
             function=convert_file(reward.function) if reward.function else None,

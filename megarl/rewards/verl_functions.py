@@ -78,7 +78,7 @@ def _call(request: ScoreRequest) -> dict[str, Any]:
     added = {
         "num_turns": _turns(request.turns),
         "rollout_reward_scores": {},
-        "turn_scores": [],
+        "turn_scores": [turn.reward for turn in request.turns if turn.role == "user"],
         "tool_rewards": tools,
     }
     return {
@@ -90,11 +90,12 @@ def _call(request: ScoreRequest) -> dict[str, Any]:
 
 
 def _turns(turns: Sequence[Turn]) -> int:
-    """Return verl's number of turns: the prompt, the policy's turns, and tools' answers to a turn together as one."""
+    """Return verl's number of turns: the prompt, the policy's turns, the user's replies, and tools' answers to a turn together as
+    one."""
     if not turns:
         return 2
     roles = [role for role, _ in itertools.groupby(turns, key=lambda turn: turn.role)]
-    return 1 + sum(turn.role == "assistant" for turn in turns) + roles.count("tool")
+    return 1 + sum(turn.role == "assistant" for turn in turns) + roles.count("tool") + roles.count("user")
 
 
 def _result(result: Any) -> Any:

@@ -45,8 +45,8 @@ def request_checksum(request: GenerationRequest) -> str:
 def cannot_continue_groups(recipe: Recipe) -> str | None:
     """Return why groups of a recipe are sampled again from their start, after a resume or on another engine; None if their
     samples are continued."""
-    if recipe.agent.uses_tools:
-        return "the state of their tools is not in the checkpoint"
+    if recipe.agent.is_used:
+        return "the state of their tools or interaction is not in the checkpoint"
     if update_rule(recipe) == "finish":
         return "with rollout.at_update=finish each sample has a single version"
     if recipe.megatron.routing_replay == "rollout":

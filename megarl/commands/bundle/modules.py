@@ -17,6 +17,8 @@ def named_modules(recipe: Recipe) -> dict[str, str]:
     """Return the user's modules that a recipe names, each with a setting that names it. Files of functions are not modules."""
     named = {module: "algorithm.modules" for module in recipe.algorithm.modules}
     named |= {_module_of(tool): "agent.tools" for tool in recipe.agent.tools if ":" in tool}
+    if recipe.agent.interaction and ":" in recipe.agent.interaction:
+        named[_module_of(recipe.agent.interaction)] = "agent.interaction"
     named |= {_module_of(name): "reward" for name in recipe.reward.own_functions}
     return {module: key for module, key in named.items() if not module.endswith(".py")}
 

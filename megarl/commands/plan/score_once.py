@@ -62,7 +62,7 @@ def _score(recipe: Recipe, term: Term, request: ScoreRequest, result: Survey) ->
     """Score a wrong answer, and right answers in the formats that scorers read."""
     requests = []
     for response in (WRONG, *_right_responses(request.ground_truth)):
-        turns = (Turn("assistant", response),) if recipe.agent.uses_tools else ()  # of a sample that called no tool
+        turns = (Turn("assistant", response),) if recipe.agent.is_used else ()  # of a sample that called no tool
         requests.append(replace(request, response=response, turns=turns))
     outcomes = _outcomes(recipe, term, requests)
     name = term.scorer.name

@@ -104,10 +104,9 @@ def _lay_out(owner: Any, key: str, small: MegatronConfig, changes: Changes) -> N
 
 def _lengths(small: Recipe, changes: Changes) -> None:
     data, rollout, agent = small.data, small.rollout, small.agent
-    tools = bool(agent.tools or agent.mcp)
-    prompt = min(data.max_prompt_length, PROMPT_WITH_TOOLS if tools else PROMPT)
+    prompt = min(data.max_prompt_length, PROMPT_WITH_TOOLS if agent.uses_tools else PROMPT)
     changes.set(data, "data.max_prompt_length", prompt, _SIZE)
-    turns = min(agent.max_turns, _TURNS) if tools else 1
+    turns = min(agent.max_turns, _TURNS) if agent.is_used else 1
     response = min(rollout.max_response_length, RESPONSE if turns == 1 else turns * (RESPONSE + _ANSWER))
     if small.train.source != "rollout":
         response = DEMONSTRATION

@@ -13,21 +13,23 @@ from megarl.recipe.urls import check_headers, check_url
 
 def agent_errors(recipe: Recipe) -> Iterator[ValueError]:
     agent = recipe.agent
-    if not agent.uses_tools:
-        remedy = "name a tool in agent.tools or a server in agent.mcp"
-        yield from unused_section_errors("agent", agent, "no tool is named", remedy)
+    if not agent.is_used:
+        remedy = "name a tool in agent.tools, a server in agent.mcp or a user in agent.interaction"
+        yield from unused_section_errors("agent", agent, "no tool and no interaction is named", remedy)
         return
     if recipe.train.source != "rollout":
-        problem = f"train.source={recipe.train.source} samples nothing, so tools are never called"
+        problem = f"train.source={recipe.train.source} samples nothing, so tools and interactions are never called"
         remedy = "leave the section out: demonstrations name tools in their column `tools`"
         yield RecipeError("agent", problem, remedy)
         return
     if not recipe.data.applies_template:
-        problem = "tools and their results need a chat template"
+        problem = "the messages of tools and users need a chat template"
         yield RecipeError("data.chat_template", problem, "set it to true", value=False)
     if recipe.rollout.ignore_eos:
-        problem = "with tools, end-of-text tokens end the policy's turns"
-        yield RecipeError("rollout.ignore_eos", problem, "set it to false, or name no tool", value=True)
+        problem = "in an agent loop, end-of-text tokens end the policy's turns"
+        yield RecipeError(
+            "rollout.ignore_eos", problem, "set it to false, or name no tool and no interaction", value=True
+        )
     repeated = sorted({tool for tool in agent.tools if agent.tools.count(tool) > 1})
     if repeated:
         problem = f"listed more than once: {', '.join(repeated)}"
