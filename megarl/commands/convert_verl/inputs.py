@@ -1,4 +1,4 @@
-"""Tools, columns of rows, and arguments of engines."""
+"""Tools, interactions, columns of rows, and arguments of engines."""
 
 from __future__ import annotations
 
@@ -16,13 +16,36 @@ SGLANG = {
     "enforce_eager": "disable_cuda_graph", "enable_chunked_prefill": "", "enable_prefix_caching": "",
 }  # fmt: skip
 """Arguments of vLLM's engine -> SGLang's; "": none."""
+_INTERACTION = f"{_R}.multi_turn.interaction_config_path"
 _FUNCTIONS = "verl's function tools are not read: write functions of megarl (docs/agents.md)"
 _ROWS = "data.custom_cls"
 
 
-def translate_tools(conversion: Conversion) -> None:
-    """Set agent.tools to verl's file of tools, unless the user names others; drop the limits of tools of a run without."""
-    get = conversion.get
+def translate_agent(conversion: Conversion) -> None:
+    """Set agent.tools and agent.interaction to verl's files, unless the user names others; drop the limits of a run without both."""
+    with_tools = _translate_tools(conversion)
+    with_user = _translate_interaction(conversion)
+    if with_tools:
+        syntax = f"{_R}.multi_turn.format"
+        if conversion.get(syntax, "hermes") != "hermes":
+            conversion.leave_out(syntax, "megarl does not read this syntax of calls", to="agent.format", changes=True)
+        elif syntax in conversion.options:
+            conversion.settings["agent.format"] = "hermes"
+        conversion.settings.setdefault("agent.max_calls_per_turn", 1)
+    else:
+        conversion.drop("agent.max_calls_per_turn")
+    if with_tools or with_user:
+        _limit_turns(conversion)
+        if f"{_R}.multi_turn.max_tool_response_length" not in conversion.options:
+            reason = "256 characters of a tool in verl; agent.max_answer_tokens is 512 tokens, of a user's reply too"
+            conversion.note(f"{_R}.multi_turn.max_tool_response_length", reason)
+    else:
+        conversion.drop("agent.")
+
+
+def _translate_tools(conversion: Conversion) -> bool:
+    """Set agent.tools; returns whether the policy calls tools."""
+    get, chosen = conversion.get, {*conversion.user_choices}
     file, functions = f"{_R}.multi_turn.tool_config_path", f"{_R}.multi_turn.function_tool_path"
     switches = {
         f"{_R}.multi_turn.enable": get(f"{_R}.multi_turn.enable") is True,
@@ -31,36 +54,50 @@ def translate_tools(conversion: Conversion) -> None:
         functions: bool(get(functions)),
     }
     options = [option for option, is_on in switches.items() if is_on]
-    named = any(name.startswith(("agent.tools", "agent.mcp")) for name in conversion.user_choices)
-    if not named and switches[file] and not {*options} & {*conversion.user_choices}:
+    if any(name.startswith(("agent.tools", "agent.mcp")) for name in chosen):
+        return bool(options)
+    if switches[file] and not {*options} & chosen:
         conversion.settings |= {"agent.tools": [str(get(file))], "agent.tool_rewards": "scorer"}
         conversion.note(
             file, "an instance lasts for a sample, in verl's tool agent loop for a call; YAML and classes must be here"
         )
         if switches[functions]:
             conversion.leave_out(functions, _FUNCTIONS, to="agent.tools", changes=True)
-        named = True
-    if options and named:
-        syntax = f"{_R}.multi_turn.format"
-        if get(syntax, "hermes") != "hermes":
-            conversion.leave_out(syntax, "megarl does not read this syntax of calls", to="agent.format", changes=True)
-        elif syntax in conversion.options:
-            conversion.settings["agent.format"] = "hermes"
-        conversion.settings.setdefault("agent.max_calls_per_turn", 1)
-        if "agent.max_turns" not in conversion.settings:
-            conversion.note(
-                f"{_R}.multi_turn.max_assistant_turns", "unlimited in verl; set agent.max_turns, which is 8"
-            )
-        if f"{_R}.multi_turn.max_tool_response_length" not in conversion.options:
-            reason = "256 characters in verl; agent.max_answer_tokens is 512 tokens"
-            conversion.note(f"{_R}.multi_turn.max_tool_response_length", reason)
-        return
-    if options and not {*options} & {*conversion.user_choices}:
+        return True
+    if get(_INTERACTION) and not switches[functions]:
+        return False  # the switches are the interaction's
+    if options and not {*options} & chosen:
         reason = _FUNCTIONS if switches[functions] else "the command names no tool_config_path"
         conversion.leave_out(options[0], reason, to="agent.tools", changes=True)
     for option in options:
         conversion.note(option, "left out: the run has no tools")
-    conversion.drop("agent.")
+    return False
+
+
+def _translate_interaction(conversion: Conversion) -> bool:
+    """Set agent.interaction; returns whether a user replies to the policy."""
+    if "agent.interaction" in conversion.user_choices:
+        return True
+    path = conversion.get(_INTERACTION)
+    if path and _INTERACTION in conversion.user_choices:
+        conversion.note(_INTERACTION, "left out: no user replies")
+    elif path:
+        conversion.settings |= {"agent.interaction": str(path), "agent.tool_rewards": "scorer"}
+        conversion.note(
+            _INTERACTION,
+            "the response ends before a reply that ends the conversation, in verl after it; YAML and classes must be here",
+        )
+    return bool(path) and _INTERACTION not in conversion.user_choices
+
+
+def _limit_turns(conversion: Conversion) -> None:
+    """Set agent.max_turns to the smaller of verl's limits: of the policy's turns, and of the messages between them."""
+    option = f"{_R}.multi_turn.max_user_turns"
+    if conversion.get(option) and "agent.max_turns" not in conversion.user_choices:
+        turns = conversion.number(option) + 1
+        conversion.settings["agent.max_turns"] = min(conversion.settings.get("agent.max_turns", turns), turns)
+    if "agent.max_turns" not in conversion.settings:
+        conversion.note(f"{_R}.multi_turn.max_assistant_turns", "unlimited in verl; set agent.max_turns, which is 8")
 
 
 def translate_dataset_class(conversion: Conversion) -> None:

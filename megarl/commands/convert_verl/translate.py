@@ -12,10 +12,10 @@ from megarl.commands.convert_verl.entry_points import Kind
 from megarl.commands.convert_verl.fully_async import note_batches, read_updates, translate_fully_async
 from megarl.commands.convert_verl.gkd import translate_gkd
 from megarl.commands.convert_verl.inputs import (
+    translate_agent,
     translate_columns,
     translate_dataset_class,
     translate_engine,
-    translate_tools,
 )
 from megarl.commands.convert_verl.lora import translate_lora
 from megarl.commands.convert_verl.losses import translate_kl, translate_loss, translate_single_samples
@@ -65,7 +65,7 @@ def translate_rl(conversion: Conversion, *, megatron: bool, kind: Kind, rows: in
             conversion.notes.append(ARRIVAL)
     _overlong(conversion)
     translate_reward_function(conversion)
-    translate_tools(conversion)
+    translate_agent(conversion)
     translate_columns(conversion)
     translate_dataset_class(conversion)
     translate_engine(conversion)

@@ -116,7 +116,6 @@ def test_a_reward_function_with_its_arguments(prefix: str) -> None:
         "actor_rollout_ref.rollout.multi_turn.enable=True",
         "actor_rollout_ref.rollout.multi_turn.function_tool_path=tools.py",
         "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
-        "actor_rollout_ref.rollout.multi_turn.interaction_config_path=a.yaml",
         "actor_rollout_ref.rollout.agent.default_agent_loop=my_agent",
         "actor_rollout_ref.rollout.agent.agent_loop_config_path=a.yaml",
     ],
@@ -209,6 +208,28 @@ def test_verls_tools_are_carried_over() -> None:
     assert replaced["agent.tools"] == ["code_interpreter"] and "agent.tool_rewards" not in replaced
     dropped = convert(command, [], accepted=["actor_rollout_ref.rollout.multi_turn.tool_config_path"])
     assert "agent:" not in dropped.text
+
+
+def test_verls_interactions_are_carried_over() -> None:
+    """A user replies at most max_user_turns times; its scores reach the reward function and are not added to the reward."""
+    option = "actor_rollout_ref.rollout.multi_turn."
+    command = f"{GRPO} {option}interaction_config_path=user.yaml {option}max_user_turns=2 {option}max_parallel_calls=3"
+    agent = {key: value for key, value in settings(command).items() if key.startswith("agent.")}
+    assert agent == {"agent.interaction": "user.yaml", "agent.tool_rewards": "scorer", "agent.max_turns": 3}
+    assert settings(f"{command} {option}enable=True {option}max_assistant_turns=2")["agent.max_turns"] == 2
+    both = settings(f"{command} {option}tool_config_path=tools.yaml")
+    assert (both["agent.tools"], both["agent.interaction"], both["agent.max_calls_per_turn"]) == (
+        ["tools.yaml"],
+        "user.yaml",
+        3,
+    )
+    assert settings(command, "agent.interaction=my:User", "agent.max_turns=5")["agent.max_turns"] == 5
+    dropped = convert(
+        f"{command} {option}tool_config_path=tools.yaml", [], accepted=[f"{option}interaction_config_path"]
+    )
+    assert "interaction:" not in dropped.text and yaml.safe_load(dropped.text)["agent"]["tools"] == ["tools.yaml"]
+    with pytest.raises(InputError, match="function tools are not read"):
+        settings(f"{command} {option}function_tool_path=tools.py")
 
 
 def test_files_of_another_format_leave_their_setting_open() -> None:
