@@ -209,7 +209,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
         recipe=recipe,
         actor=actor,
         critic=critic,
-        teacher=Teacher(started.teachers, recipe.teacher.timeout) if started.teachers else None,
+        teacher=Teacher(started.teachers, recipe.teacher) if started.teachers else None,
         source=source,
         devices=devices,
         evaluate=_evaluation(setup, samplers, actor),

@@ -28,7 +28,9 @@ class FixedEngines:
     @classmethod
     def of(cls, recipe: Recipe, section: str) -> FixedEngines:
         settings = getattr(recipe, section)
-        return cls(section, settings.engines, settings.tensor_parallel)
+        teachers = recipe.teacher.by_key.values()
+        engines = sum(teacher.engines for teacher in teachers) if section == "teacher" else settings.engines
+        return cls(section, engines, settings.tensor_parallel)
 
     @property
     def devices(self) -> int:

@@ -10,8 +10,8 @@ from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.lengths import longest_sample, longest_scored_sample
 from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.derived.weight_sync_route import wants_adapters
-from megarl.recipe.judge import JUDGE
-from megarl.recipe.schema import Recipe
+from megarl.recipe.judge import JUDGE, JudgeConfig
+from megarl.recipe.schema import Recipe, TeacherConfig
 
 
 def policy_spec(recipe: Recipe, name: str, *, updated: bool) -> EngineSpec:
@@ -44,13 +44,18 @@ def policy_spec(recipe: Recipe, name: str, *, updated: bool) -> EngineSpec:
     )
 
 
-def teacher_spec(recipe: Recipe, name: str) -> EngineSpec:
-    top_k = teacher_top_k(recipe.algorithm)
-    return _fixed_spec(recipe, "teacher", name, longest_scored_sample(recipe), prompt_top_k=top_k)
+def teacher_specs(recipe: Recipe) -> list[EngineSpec]:
+    """Return the specs of the teachers' engines: all engines of a teacher, then those of the next."""
+    top_k, longest = teacher_top_k(recipe.algorithm), longest_scored_sample(recipe)
+    teachers = [teacher for teacher in recipe.teacher.by_key.values() for _ in range(teacher.engines)]
+    return [
+        _fixed_spec(recipe, "teacher", teacher, f"teacher{number}", longest, prompt_top_k=top_k)
+        for number, teacher in enumerate(teachers)
+    ]
 
 
 def judge_spec(recipe: Recipe, name: str) -> EngineSpec:
-    return _fixed_spec(recipe, JUDGE, name, recipe.judge.max_prompt_length + recipe.judge.max_tokens)
+    return _fixed_spec(recipe, JUDGE, recipe.judge, name, recipe.judge.max_prompt_length + recipe.judge.max_tokens)
 
 
 def fixed_models(recipe: Recipe, *, training: bool = True) -> list[str]:
@@ -69,15 +74,21 @@ def first_specs(recipe: Recipe, *, training: bool) -> list[tuple[str, EngineSpec
         specs.append((recipe.rollout.engine, policy_spec(recipe, engine_name(0), updated=training)))
     fixed = fixed_models(recipe, training=training)
     if "teacher" in fixed:
-        specs.append((recipe.teacher.engine, teacher_spec(recipe, "teacher0")))
+        specs.append((recipe.teacher.engine, teacher_specs(recipe)[0]))
     if JUDGE in fixed:
         specs.append((recipe.judge.engine, judge_spec(recipe, "judge0")))
     return specs
 
 
-def _fixed_spec(recipe: Recipe, section: str, name: str, longest: int, prompt_top_k: int | None = None) -> EngineSpec:
-    """Return the spec of an engine of a fixed model, from its section of the recipe."""
-    settings = recipe.judge if section == JUDGE else recipe.teacher
+def _fixed_spec(
+    recipe: Recipe,
+    section: str,
+    settings: TeacherConfig | JudgeConfig,
+    name: str,
+    longest: int,
+    prompt_top_k: int | None = None,
+) -> EngineSpec:
+    """Return the spec of an engine of a fixed model."""
     assert settings.path is not None
     return EngineSpec(
         name=name,

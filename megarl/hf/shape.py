@@ -6,6 +6,7 @@ projector, multi-token-prediction layers (not trained) and adapters are left out
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -79,6 +80,12 @@ class ModelShape:
     def routed(self) -> int:
         """Parameters of all routed experts."""
         return sum(self.sparse) * self.experts * self.expert
+
+
+def largest(configs: Iterable[Config]) -> Config:
+    """Return the config.json of the model with the most parameters. Raises ValueError as `model_shape` does, if there are several."""
+    models = list(configs)
+    return models[0] if len(models) == 1 else max(models, key=lambda config: model_shape(config).total)
 
 
 def model_shape(hf_config: Config) -> ModelShape:

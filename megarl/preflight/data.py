@@ -19,7 +19,7 @@ from megarl.errors import NotHereError, RecipeError, errors_of
 from megarl.preflight.recipe.reward import remote_notices
 from megarl.recipe.data import DataConfig, files_of, training_sets
 from megarl.recipe.derived.lengths import longest_sample
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe, TeacherConfig
 from megarl.rewards import ScorerSettings
 from megarl.rewards.weighted import Term, needed_columns, terms_of
 
@@ -90,12 +90,22 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool, sample: i
     if training:
         prepared.prompts = PromptDataset(training_sets(data), tokenizer, data, data.curriculum, **rows)
         _add_notices(prepared, "training prompts", prepared.prompts)
+        _check_teachers(recipe.teacher, prepared.prompts.data_sources)
     if data.eval_files:
         prepared.evaluation = PromptDataset(data.eval_files, tokenizer, data, **rows)
         _add_notices(prepared, "evaluation prompts", prepared.evaluation)
     if sample is None:  # a sample may miss the rows with images
         _check_pixel_limits(data, has_images=any(prompts.has_images for prompts in prepared.prompt_sets))
     return prepared
+
+
+def _check_teachers(settings: TeacherConfig, data_sources: Sequence[str]) -> None:
+    """Raise RecipeError for a data source without a teacher, if the recipe has several."""
+    if settings.by_source and (missing := [source for source in data_sources if source not in settings.by_source]):
+        problem = f"no teacher for the data source {', '.join(map(repr, missing))} of training rows"
+        raise RecipeError(
+            "teacher.by_source", problem, "add a teacher, or leave the rows out", value=[*settings.by_source]
+        )
 
 
 def _check_pixel_limits(data: DataConfig, *, has_images: bool) -> None:

@@ -29,7 +29,7 @@ from megarl.recipe.schema import Recipe
 from megarl.recipe.trainers import LoraConfig, ModelConfig
 
 Config = dict[str, Any]
-POLICY, CRITIC, TEACHER, JUDGE_PATH = "model.path", "critic.model_path", "teacher.path", "judge.path"
+POLICY, CRITIC, JUDGE_PATH = "model.path", "critic.model_path", "judge.path"
 _MAKE_DATA = "megarl data quickstart --out data/quickstart"
 _REMEDIES = {  # for a missing model directory, by the last parts of its path
     "data/quickstart/model": f"run `{_MAKE_DATA}` to make it",
@@ -44,7 +44,7 @@ def models_of(recipe: Recipe) -> dict[str, str]:
     if uses_critic(recipe.algorithm) and recipe.critic.model_path:
         directories[CRITIC] = recipe.critic.model_path
     if needs_teacher(recipe.algorithm):
-        directories[TEACHER] = str(recipe.teacher.path)
+        directories |= {key: str(teacher.path) for key, teacher in recipe.teacher.by_key.items()}
     if recipe.asks_judge:
         directories[JUDGE_PATH] = str(recipe.judge.path)
     return directories
@@ -231,16 +231,16 @@ def critic_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
     yield from errors_of(check_extra, view, config, "critic.megatron")
 
 
-def check_teacher(recipe: Recipe, config: Config) -> None:
-    """Raise RecipeError for a teacher that cannot read the policy's samples. `config`: its config.json."""
-    with as_recipe_error(TEACHER, "give the teacher's own config.json", recipe.teacher.path):
+def check_teacher(recipe: Recipe, key: str, config: Config) -> None:
+    """Raise RecipeError for a teacher that cannot read the policy's samples. `key`: of its path; `config`: its config.json."""
+    teacher, context = recipe.teacher.by_key[key], context_length(config)
+    with as_recipe_error(key, "give the teacher's own config.json", teacher.path):
         check_sizes(config)
-    teacher, context = recipe.teacher, context_length(config)
     check_heads("teacher", teacher, config)
     longest = longest_scored_sample(recipe)
     if context is not None and longest > context and "hf_overrides" not in teacher.engine_args:
         raise RecipeError(
-            TEACHER,
+            key,
             f"it reads samples of data.max_prompt_length + rollout.max_response_length + 1 = {longest} tokens, and its context "
             f"is {context} (max_position_embeddings of its config.json)",
             "lower the two, or name a teacher with a longer context",
@@ -248,10 +248,10 @@ def check_teacher(recipe: Recipe, config: Config) -> None:
         )
 
 
-def check_teacher_tokens(recipe: Recipe, tokenizer: Tokenizer, config: Config) -> None:
-    """Raise RecipeError if the teacher's vocabulary differs from the policy's. Loads the teacher's tokenizer."""
-    path = str(recipe.teacher.path)
-    with as_recipe_error(TEACHER, "name a teacher of the policy's family, with its own tokenizer", path):
+def check_teacher_tokens(recipe: Recipe, key: str, tokenizer: Tokenizer, config: Config) -> None:
+    """Raise RecipeError if a teacher's vocabulary differs from the policy's. Loads the teacher's tokenizer. `key`: of its path."""
+    path = str(recipe.teacher.by_key[key].path)
+    with as_recipe_error(key, "name a teacher of the policy's family, with its own tokenizer", path):
         check_same_tokens(tokenizer, load_tokenizer(path))
         check_vocabulary(tokenizer, config)
     top_k = teacher_top_k(recipe.algorithm)

@@ -15,7 +15,6 @@ from megarl.preflight.models import (
     CRITIC,
     JUDGE_PATH,
     POLICY,
-    TEACHER,
     Config,
     adapter_errors,
     check_teacher,
@@ -77,9 +76,9 @@ def _check_settings_against(survey: Survey) -> None:
             critic = survey.configs.get(CRITIC) if recipe.critic.model_path else policy
             if uses_critic(recipe.algorithm) and critic is not None:
                 survey.add(critic_errors(recipe, critic), "critic.megatron")
-    if TEACHER in survey.configs:
-        with survey.part(TEACHER):
-            check_teacher(recipe, survey.configs[TEACHER])
+    for key in [key for key in recipe.teacher.by_key if key in survey.configs]:
+        with survey.part(key):
+            check_teacher(recipe, key, survey.configs[key])
     if JUDGE_PATH in survey.configs:
         with survey.part(JUDGE_PATH):
             check_judge_model(recipe.judge, survey.configs[JUDGE_PATH])
@@ -117,8 +116,8 @@ def _check_other_files(survey: Survey, key: str) -> None:
         return
     with survey.part(key):
         read_weights_config(directory, key)
-        if key == TEACHER and survey.tokenizer is not None:
-            check_teacher_tokens(survey.recipe, survey.tokenizer, survey.configs[key])
+        if key in survey.recipe.teacher.by_key and survey.tokenizer is not None:
+            check_teacher_tokens(survey.recipe, key, survey.tokenizer, survey.configs[key])
         elif key == JUDGE_PATH:
             load_tokenizer(directory)
 

@@ -20,6 +20,10 @@ def with_inputs(
 
     data, policy = recipe.data, recipe.model
     mix = {name: replace(part, files=files(f"data.mix.{name}.files", part.files)) for name, part in data.mix.items()}
+    teachers = {
+        source: replace(part, path=path(f"teacher.by_source.{source}.path", part.path) or "")
+        for source, part in recipe.teacher.by_source.items()
+    }
     return replace(
         recipe,
         model=replace(
@@ -29,7 +33,7 @@ def with_inputs(
         ),
         lora=replace(recipe.lora, path=path("lora.path", recipe.lora.path)),
         critic=replace(recipe.critic, model_path=path("critic.model_path", recipe.critic.model_path)),
-        teacher=replace(recipe.teacher, path=path("teacher.path", recipe.teacher.path)),
+        teacher=replace(recipe.teacher, path=path("teacher.path", recipe.teacher.path), by_source=teachers),
         judge=replace(recipe.judge, path=path("judge.path", recipe.judge.path)),
         data=replace(
             data,

@@ -14,7 +14,7 @@ from megarl.cluster.calls import wait_for_all
 from megarl.data.images import ImageReader
 from megarl.engines import engine_settings, process_env
 from megarl.engines.base import EngineSpec, EngineTraces, engine_name
-from megarl.engines.specs import judge_spec, policy_spec, teacher_spec
+from megarl.engines.specs import judge_spec, policy_spec, teacher_specs
 from megarl.errors import RecipeError
 from megarl.platform.environment import RoleSettings
 from megarl.recipe.derived.at_update import update_rule
@@ -126,10 +126,9 @@ def wait_for_start(
 
 
 def start_teacher(recipe: Recipe, platform: Any, cluster: Cluster) -> list[TeacherHandle]:
-    """Start the teacher's engines. Call it after `start_engines`: the cluster assigns devices to policy, teacher, judge
+    """Start the engines of all teachers. Call it after `start_engines`: the cluster assigns devices to policy, teacher, judge
     in this order."""
-    specs = [teacher_spec(recipe, f"teacher{number}") for number in range(recipe.teacher.engines)]
-    engine = recipe.teacher.engine
+    engine, specs = recipe.teacher.engine, teacher_specs(recipe)
     return [TeacherHandle(_start(TEACHER_SERVER, engine, spec, (), recipe, platform, cluster)) for spec in specs]
 
 

@@ -211,7 +211,7 @@ def test_templates_without_several_turns_are_refused(template: str, words: str) 
 def test_tools_and_interactions_are_not_exchangeable() -> None:
     with pytest.raises(RecipeError, match="interaction 'Patient' is no tool that the policy calls"):
         check_tools(AgentSetup(AgentConfig(tools=[PATIENT]), {}, {}), qwen3())
-    with pytest.raises(RecipeError, match="is a tool: name it in agent.tools"):
+    with pytest.raises(RecipeError, match=r"is a tool: name it in agent\.tools"):
         check_tools(AgentSetup(AgentConfig(interaction="code_interpreter"), {}, {}), qwen3())
     assert check_tools(AgentSetup(AgentConfig(interaction=PATIENT), {}, {}), qwen3()) == []
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.commands.data.word_problems import DATA_SOURCE
 from megarl.data.tokenizer import check_same_tokens, load_tokenizer
+from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.load import load_recipe
 from megarl.preflight.survey import prepare_training
 from megarl.recipe import RecipeError
@@ -23,6 +25,9 @@ GKD = ROOT / "recipes" / "tiny" / "gkd.yaml"
     [
         (GKD, ["algorithm.reference=start"], "algorithm.reference", "the likeliest tokens of a teacher"),
         (GKD, ["teacher.path=null"], "teacher.path", "teacher's model is unset"),
+        (GKD, ["teacher.by_source.code.path=x"], "teacher.path", "names a teacher for each data source"),
+        (GKD, ["teacher.path=null", "teacher.by_source.code.engines=2"], "teacher.by_source.code.path", "model is unset"),
+        (GKD, ["teacher.path=null", "teacher.engines=2", "teacher.by_source.code.path=x"], "teacher.engines", "of each teacher"),
         (GKD, ["algorithm.advantage=grpo"], "algorithm.advantage", "gkd reads no advantages"),
         (GKD, ["rollout.temperature=0.7"], "rollout.temperature", "at temperature 1"),
         (GKD, ["algorithm.loss=reinforce"], "algorithm.distill_top_k", "only gkd reads it"),
@@ -64,13 +69,13 @@ def other_family(quickstart_data: Path, tmp_path: Path) -> Path:
     return path
 
 
-def prepared(quickstart_data: Path, teacher: Path, *more: str) -> None:
+def prepared(quickstart_data: Path, teacher: Path | None, *more: str) -> None:
     prepare_training(
         load_recipe(
             GKD,
             [
                 f"model.path={quickstart_data}/model", f"data.train_files=[{quickstart_data}/data/train.parquet]",
-                f"data.eval_files=[{quickstart_data}/data/test.parquet]", f"teacher.path={teacher}", *more,
+                f"data.eval_files=[{quickstart_data}/data/test.parquet]", f"teacher.path={teacher or 'null'}", *more,
             ],
         )
     )  # fmt: skip
@@ -108,3 +113,20 @@ def test_errors_of_the_teachers_files_and_settings_name_its_keys(quickstart_data
         prepared(quickstart_data, quickstart_data / "model", "teacher.engine_args.max_logprobs=4")
     with pytest.raises(ValueError, match=r"teacher\.engine is 'vlm'.*'vllm'"):
         prepared(quickstart_data, quickstart_data / "model", "teacher.engine=vlm")
+
+
+def test_several_teachers_are_checked_separately(quickstart_data: Path, other_family: Path) -> None:
+    """Each teacher reads the policy's tokens, each data source has a teacher, and all their engines need devices."""
+    source, model = DATA_SOURCE, quickstart_data / "model"
+
+    def teachers(**paths: Path) -> str:
+        each = ", ".join(f"{name}: {{path: {path}, engines: 2}}" for name, path in paths.items())
+        return f"teacher.by_source={{{each}}}"
+
+    both = [teachers(**{source: model, "other": model})]
+    prepared(quickstart_data, None, *both)
+    assert demand_of(load_recipe(GKD, ["teacher.path=null", *both])).fixed[0].engines == 4
+    with pytest.raises(ValueError, match=r"teacher\.by_source\.other\.path[\s\S]*'7' has id \d+ in the former"):
+        prepared(quickstart_data, None, teachers(**{source: model, "other": other_family}))
+    with pytest.raises(RecipeError, match="no teacher for the data source 'megarl/word_problems' of training rows"):
+        prepared(quickstart_data, None, teachers(other=model))

@@ -20,6 +20,7 @@ from megarl.algorithms.losses.distillation_losses import divergence, gkd, with_r
 from megarl.algorithms.objective import needs_teacher, objective, runs_reference_pass, teacher_top_k
 from megarl.engines.vllm.outputs import completions
 from megarl.megatron.heads.output_heads import IMPOSSIBLE
+from megarl.recipe.schema import SourceTeacher, TeacherConfig
 from megarl.rollout.engine_handle import TeacherHandle
 from megarl.rollout.teacher import server as teacher_server
 from megarl.rollout.teacher.scoring import Teacher
@@ -319,7 +320,8 @@ def test_every_sample_has_its_teachers_scores(engines: int, monkeypatch: pytest.
     spec: Any = SimpleNamespace(prompt_top_k=2)
     services = [Service(f"teacher{number}", TeacherServer("fake", spec)) for number in range(engines)]
     groups = [group(10, 2), group(11, 3), group(14, 1)]
-    Teacher([TeacherHandle(service) for service in services], timeout=5.0).score(groups)  # type: ignore[arg-type]
+    config = TeacherConfig(engines=engines, timeout=5.0)
+    Teacher([TeacherHandle(service) for service in services], config).score(groups)  # type: ignore[arg-type]
     for scored in groups:
         for sample in scored.samples:
             vectors = sample.data.get()[sample.index]
@@ -329,3 +331,23 @@ def test_every_sample_has_its_teachers_scores(engines: int, monkeypatch: pytest.
     (request, *_) = calls[0]
     assert request.prompt_top_k == 2 and request.sampling.max_tokens == 1
     assert not any(service.server._scored for service in services), "nothing is kept once it was collected"
+
+
+def test_the_teacher_of_a_data_source_scores_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of engines is the order of the settings: two of `code`, one of `math`, and `idle` has no rows in this batch."""
+    created: list[Engine] = []
+    monkeypatch.setattr(teacher_server.engines, "create", lambda name, spec: created.append(Engine()) or created[-1])
+    spec: Any = SimpleNamespace(prompt_top_k=2)
+    services = [Service(f"teacher{number}", TeacherServer("fake", spec)) for number in range(4)]
+    groups = [group(10, 1), group(11, 2), group(12, 1), group(13, 1)]
+    for each, source in zip(groups, ("math", "code", "math", "code"), strict=True):
+        each.data_source = source
+    teachers = {"code": SourceTeacher("a", 2), "math": SourceTeacher("b"), "idle": SourceTeacher("c")}
+    config = TeacherConfig(by_source=teachers, timeout=5.0)
+    Teacher([TeacherHandle(service) for service in services], config).score(groups)  # type: ignore[arg-type]
+    read = [[request.prompt.tokens[0] for request in engine.calls[0]] if engine.calls else [] for engine in created]
+    assert read == [[11, 11], [13], [10, 12], []]
+    for scored in groups:
+        for sample in scored.samples:
+            vectors = sample.data.get()[sample.index]
+            assert vectors.teacher.log_probs.tolist() == [scored.number, sample.index, 5]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 from megarl.agents import Answer, Context, Reply, interaction, verl_stand_in
 
@@ -15,7 +15,7 @@ from verl.interactions.base import BaseInteraction  # noqa: E402
 class Patient:
     """Knows an illness, tells a symptom per turn, and thanks for the right diagnosis."""
 
-    ended: list[str] = []
+    ended: ClassVar[list[str]] = []
 
     def start(self, context: Context) -> None:
         self.illness, self.symptoms = context.ground_truth, list(context.extra_info["symptoms"])

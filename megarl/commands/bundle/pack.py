@@ -134,7 +134,7 @@ def _files(recipe: Recipe) -> tuple[dict[str, str], list[Member]]:
     if uses_critic(recipe.algorithm):
         models["critic"] = recipe.critic.model_path
     if needs_teacher(recipe.algorithm):
-        models["teacher"] = recipe.teacher.path
+        models |= {f"teacher{number}": each.path for number, each in enumerate(recipe.teacher.by_key.values())}
     for part, path in models.items():
         if path is not None and path not in names:
             names[path] = f"{FILES}/{part}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Iterable
+from typing import Any
 
 from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.table import AGGREGATIONS, KL_ESTIMATORS
@@ -10,7 +12,7 @@ from megarl.errors import InputError
 
 _ENABLED = "distillation.enabled"
 _LOSS = "distillation.distillation_loss"
-_TEACHER = "distillation.teacher_models.teacher_model"
+_TEACHERS = "distillation.teacher_models"
 _KNOWN = (
     _ENABLED, "distillation.nnodes", "distillation.n_gpus_per_node", "distillation.teacher_key",
     "distillation.teacher_models.*", f"{_LOSS}.loss_mode", f"{_LOSS}.topk", f"{_LOSS}.use_task_rewards",
@@ -111,20 +113,77 @@ def _limit(conversion: Conversion) -> None:
 
 
 def _teacher(conversion: Conversion) -> None:
+    """Set the teachers. As in verl, named teachers replace `teacher_model`, and a single one scores every row."""
     settings, get = conversion.settings, conversion.get
-    teacher_options = [name for name in conversion.options if name.startswith("distillation.teacher_models.")]
-    if other := next((name for name in teacher_options if not name.startswith(f"{_TEACHER}.")), None):
-        raise InputError(f"{conversion.where(other)}{other}: megarl has one teacher, named teacher_model")
-    path, inference = get(f"{_TEACHER}.model_path"), f"{_TEACHER}.inference"
+    prefix = f"{_TEACHERS}."
+    names = dict.fromkeys(
+        name.removeprefix(prefix).partition(".")[0] for name in conversion.options if name.startswith(prefix)
+    )
+    named = [name for name in names if name != "teacher_model"]
+    if not named:
+        path, engines, size = _only_teacher(conversion)
+        settings |= {"teacher.path": path, "teacher.engines": engines, "teacher.tensor_parallel": size}
+    else:
+        teachers = {name: _named_teacher(conversion, name) for name in named}
+        size = _shared(conversion, teachers, "tensor_model_parallel_size", 2)
+        total = sum(engines for _, _, engines in teachers.values()) * size
+        if total != _devices(conversion):
+            raise InputError(
+                f"{conversion.where('distillation.n_gpus_per_node')}the teachers need {total} devices, and distillation.nnodes x "
+                f"n_gpus_per_node has {_devices(conversion)}"
+            )
+        settings["teacher.tensor_parallel"] = size
+        if len(teachers) == 1:
+            ((_, path, engines),) = teachers.values()
+            settings |= {"teacher.path": path, "teacher.engines": engines}
+        else:
+            key = get("distillation.teacher_key", "data_source")
+            if key != "data_source":
+                reason = "megarl chooses the teacher by the row's data_source"
+                conversion.leave_out("distillation.teacher_key", reason, changes=True)
+            by_source = {source: {"path": path, "engines": engines} for source, path, engines in teachers.values()}
+            sources = [source for source, *_ in teachers.values()]
+            if twice := next((source for source in sources if sources.count(source) > 1), None):
+                raise InputError(f"two teachers have the key {twice!r}")
+            settings["teacher.by_source"] = by_source
+    memory = _shared(conversion, named or ["teacher_model"], "gpu_memory_utilization", 0.5)
+    settings["teacher.engine_args.gpu_memory_utilization"] = memory
+
+
+def _only_teacher(conversion: Conversion) -> tuple[str, int, int]:
+    """Return path, engines and devices per engine of the teacher that has all devices."""
+    option, inference = f"{_TEACHERS}.teacher_model.model_path", f"{_TEACHERS}.teacher_model.inference"
+    path = conversion.get(option)
     if not path:
-        raise InputError(f"{conversion.where(_ENABLED)}{_ENABLED}=True needs {_TEACHER}.model_path")
-    devices = conversion.number("distillation.nnodes", 0) * conversion.number("distillation.n_gpus_per_node", 8)
-    size = conversion.number(f"{inference}.tensor_model_parallel_size", 2)
+        raise InputError(f"{conversion.where(_ENABLED)}{_ENABLED}=True needs {option}")
+    devices, size = _devices(conversion), conversion.number(f"{inference}.tensor_model_parallel_size", 2)
     if not devices or devices % size:
         raise InputError(
             f"{conversion.where('distillation.nnodes')}the teacher's {devices} devices (distillation.nnodes x "
             f"n_gpus_per_node) are not a multiple of its tensor_model_parallel_size={size}"
         )
-    settings |= {"teacher.path": path, "teacher.tensor_parallel": size, "teacher.engines": devices // size}
-    memory = get(f"{inference}.gpu_memory_utilization", 0.5)
-    settings["teacher.engine_args.gpu_memory_utilization"] = memory
+    return path, devices // size, size
+
+
+def _named_teacher(conversion: Conversion, name: str) -> tuple[str, str, int]:
+    """Return the data source, the path and the engines of a teacher. Raises InputError if verl refuses it."""
+    values = [conversion.get(f"{_TEACHERS}.{name}.{part}") for part in ("key", "model_path")]
+    engines = conversion.number(f"{_TEACHERS}.{name}.num_replicas", 0)
+    if not all(values) or not engines:
+        raise InputError(
+            f"{conversion.where(f'{_TEACHERS}.{name}.key')}{_TEACHERS}.{name} needs key, model_path and num_replicas"
+        )
+    return str(values[0]), str(values[1]), engines
+
+
+def _devices(conversion: Conversion) -> int:
+    return conversion.number("distillation.nnodes", 0) * conversion.number("distillation.n_gpus_per_node", 8)
+
+
+def _shared(conversion: Conversion, names: Iterable[str], part: str, default: Any) -> Any:
+    """Return an argument of the teachers' engines. Raises InputError if they differ: megarl's teachers share it."""
+    values = {name: conversion.get(f"{_TEACHERS}.{name}.inference.{part}", default) for name in names}
+    if len(set(values.values())) > 1:
+        each = ", ".join(f"{name} has {value}" for name, value in values.items())
+        raise InputError(f"the teachers differ in inference.{part}: {each}; megarl's teachers share their section")
+    return next(iter(values.values()))

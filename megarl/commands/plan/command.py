@@ -25,13 +25,14 @@ from megarl.commands.plan.time.calibration import read_calibration
 from megarl.commands.plan.time.estimate import with_estimate
 from megarl.engines.routes import check_route
 from megarl.errors import InputError, as_input_error
+from megarl.hf.shape import largest
 from megarl.observe.report.page import write_html
 from megarl.platform.device_table import Device
 from megarl.preflight.findings import Survey
 from megarl.preflight.load import load_recipe
-from megarl.preflight.models import CRITIC, JUDGE_PATH, POLICY, TEACHER
+from megarl.preflight.models import CRITIC, JUDGE_PATH, POLICY
 
-_SECTIONS = {POLICY: "rollout", CRITIC: "critic", TEACHER: "teacher", JUDGE_PATH: "judge"}
+_SECTIONS = {POLICY: "rollout", CRITIC: "critic", JUDGE_PATH: "judge"}
 
 
 def plan(path: Path, overrides: Sequence[str], options: PlanOptions, model: str | None = None) -> int:
@@ -112,8 +113,10 @@ def _search(
 
 
 def _models(look: Survey) -> dict[str, dict[str, Any]]:
-    """Return the config.json of each model, by section of the recipe."""
-    return {_SECTIONS[key]: config for key, config in look.configs.items()}
+    """Return the config.json of each model, by section of the recipe; of several teachers the largest."""
+    teachers = [config for key, config in look.configs.items() if key not in _SECTIONS]
+    models = {_SECTIONS[key]: config for key, config in look.configs.items() if key in _SECTIONS}
+    return {**models, "teacher": largest(teachers)} if teachers else models
 
 
 def as_dict(plan: RecipePlan) -> dict[str, object]:

@@ -193,6 +193,8 @@ def _engines(small: Recipe, section: str, changes: Changes) -> None:
     changes.set(owner, f"{section}.engines", group, _CORES)
     if section == "rollout":
         changes.set(owner, f"{section}.data_parallel", group, _CORES)
+    for source, teacher in getattr(owner, "by_source", {}).items():
+        changes.set(teacher, f"teacher.by_source.{source}.engines", 1, _CORES)
     changes.set(owner, f"{section}.tensor_parallel", 1, _CORES)
     arguments = owner.engine_args
     if owner.engine != _ENGINE:

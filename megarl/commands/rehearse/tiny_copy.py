@@ -78,6 +78,8 @@ def _set_model_paths(small: Recipe, model: str, changes: Changes) -> None:
     for section, owner, name in (("critic", small.critic, "model_path"), ("teacher", small.teacher, "path"), ("judge", small.judge, "path")):  # fmt: skip
         if getattr(owner, name):
             changes.set(owner, f"{section}.{name}", model, reason)
+    for source, teacher in small.teacher.by_source.items():
+        changes.set(teacher, f"teacher.by_source.{source}.path", model, reason)
 
 
 def _write_image_processor(model: Path, vision: dict[str, Any]) -> None:

@@ -21,10 +21,11 @@ from megarl.commands.simulate.show.console import show
 from megarl.commands.simulate.show.page import render
 from megarl.commands.simulate.study import CONTROLLER_BYTES, SimulatedRun, Study, study
 from megarl.errors import InputError, NotHereError, as_input_error
+from megarl.hf.shape import largest
 from megarl.observe.report.page import write_html
 from megarl.platform.device_table import Device
 from megarl.preflight.load import load_recipe
-from megarl.preflight.models import POLICY, TEACHER, config_of
+from megarl.preflight.models import POLICY, config_of
 from megarl.recipe.schema import Recipe
 
 
@@ -149,7 +150,8 @@ def _models(recipe: Recipe, path: Path, model: str | None) -> tuple[dict[str, di
     if needs_teacher(recipe.algorithm):
         notes.append("The devices of the teacher's engines are not among the simulated devices.")
         try:
-            models["teacher"] = config_of(str(recipe.teacher.path), path, TEACHER)
+            teachers = recipe.teacher.by_key.items()
+            models["teacher"] = largest(config_of(str(teacher.path), path, key) for key, teacher in teachers)
         except NotHereError:
             notes.append("The teacher is assumed to be as large as the policy: its config.json is not here.")
     return models, notes

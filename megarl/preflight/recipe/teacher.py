@@ -8,7 +8,7 @@ from megarl.algorithms.catalogue import LOSSES
 from megarl.algorithms.objective import needs_reference, needs_teacher
 from megarl.errors import RecipeError
 from megarl.preflight.recipe.shared import unused_section_errors
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe, TeacherConfig
 
 
 def teacher_errors(recipe: Recipe) -> Iterator[RecipeError]:
@@ -24,14 +24,23 @@ def teacher_errors(recipe: Recipe) -> Iterator[RecipeError]:
         cause, remedy = "algorithm.reference is not teacher", "set algorithm.reference=teacher"
         yield from unused_section_errors("teacher", recipe.teacher, cause, remedy)
         return
-    if not recipe.teacher.path:
-        problem = "algorithm.reference is teacher, but the teacher's model is unset"
-        yield RecipeError(
-            "teacher.path", problem, "give the teacher's Hugging Face directory", value=recipe.teacher.path
-        )
+    yield from _model_errors(recipe.teacher)
     if recipe.train.source != "rollout":
         problem = f"a teacher scores samples of the policy, and train.source is '{recipe.train.source}'"
         yield RecipeError("algorithm.reference", problem, "set train.source=rollout", value="teacher")
     if recipe.rollout.temperature != 1:
         problem = "the teacher's log-probs are computed at temperature 1, and the policy's at this temperature"
         yield RecipeError("rollout.temperature", problem, "set it to 1", value=recipe.rollout.temperature)
+
+
+def _model_errors(settings: TeacherConfig) -> Iterator[RecipeError]:
+    for key, teacher in settings.by_key.items():
+        if not teacher.path:
+            problem = "algorithm.reference is teacher, but the teacher's model is unset"
+            yield RecipeError(key, problem, "give the teacher's Hugging Face directory", value=teacher.path)
+    if settings.by_source and settings.path:
+        problem = "teacher.by_source names a teacher for each data source"
+        yield RecipeError("teacher.path", problem, "leave one of the two out", value=settings.path)
+    if settings.by_source and settings.engines != 1:
+        problem = "teacher.by_source has the number of engines of each teacher"
+        yield RecipeError("teacher.engines", problem, "leave it out", value=settings.engines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def test_task_rewards_and_a_kl_to_the_teacher() -> None:
         (losses("loss_mode=k1 use_policy_gradient=True"), "a policy gradient needs k1 and use_task_rewards=False"),
         (losses("loss_mode=k3 use_task_rewards=False"), "forward_kl_topk"),
         (losses("loss_mode=forward_kl_topk"), "an estimator of the KL"),
-        ("distillation.teacher_models.other.model_path=x", "one teacher"),
+        ("distillation.teacher_models.other.model_path=x", "other needs key, model_path and num_replicas"),
         (f"{TEACHER}inference.tensor_model_parallel_size=3", "not a multiple"),
         (f"{TEACHER}model_path=null", "needs .*model_path"),
         ("distillation.mixture=1", "--accept distillation.mixture"),
@@ -114,3 +115,38 @@ def test_a_run_that_does_not_distill_has_no_teacher() -> None:
     assert "teacher" not in recipe("distillation.enabled=False")
     accepted = recipe(losses("loss_mode=k3 use_task_rewards=False"), "distillation.enabled")
     assert "teacher" not in accepted and "reference" not in accepted["algorithm"]
+
+
+MODELS = "distillation.teacher_models."
+FIRST = f"+{MODELS}math.key=openai/gsm8k +{MODELS}math.model_path=a +{MODELS}math.num_replicas=3 {MODELS}math.inference.tensor_model_parallel_size=4"
+SECOND = f"+{MODELS}geo.key=geo3k +{MODELS}geo.model_path=b +{MODELS}geo.num_replicas=1 {MODELS}geo.inference.tensor_model_parallel_size=4"
+KL = losses("loss_mode=k3 use_task_rewards=True")
+
+
+def test_named_teachers_replace_the_default_and_score_their_data_sources() -> None:
+    converted = recipe(f"{KL} {FIRST} {SECOND}")["teacher"]
+    assert converted == {
+        "tensor_parallel": 4,
+        "by_source": {"openai/gsm8k": {"path": "a", "engines": 3}, "geo3k": {"path": "b", "engines": 1}},
+        "engine_args": {"gpu_memory_utilization": 0.5},
+    }
+
+
+def test_a_single_named_teacher_scores_every_row() -> None:
+    converted = recipe(f"{KL} {FIRST.replace('replicas=3', 'replicas=4')}")["teacher"]
+    assert (converted["path"], converted["engines"]) == ("a", 4) and "by_source" not in converted
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (f"{FIRST} {SECOND.replace('size=4', 'size=2')}", "the teachers differ in inference.tensor_model_parallel_size"),
+        (f"{FIRST} {SECOND} {MODELS}geo.inference.gpu_memory_utilization=0.3", "differ in inference.gpu_memory_utilization"),
+        (f"{FIRST} {SECOND} distillation.n_gpus_per_node=4", "the teachers need 16 devices"),
+        (f"{FIRST} {SECOND} distillation.teacher_key=task", "--accept distillation.teacher_key"),
+        (f"{FIRST} {SECOND.replace('key=geo3k', 'key=openai/gsm8k')}", "two teachers have the key 'openai/gsm8k'"),
+    ],
+)  # fmt: skip
+def test_teachers_that_megarl_cannot_start_are_refused(options: str, words: str) -> None:
+    with pytest.raises(InputError, match=re.escape(words)):
+        recipe(f"{KL} {options}")

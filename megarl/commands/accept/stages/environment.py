@@ -139,7 +139,8 @@ def not_here(recipe: Recipe, finding: Finding, seconds: float) -> str:
         )
     paths: list[str] = []
     if finding.check == "recipe: model":
-        models = (recipe.model.path, recipe.critic.model_path, recipe.teacher.path, recipe.judge.path)
+        teachers = [teacher.path for teacher in recipe.teacher.by_key.values()]
+        models = (recipe.model.path, recipe.critic.model_path, *teachers, recipe.judge.path)
         paths = [str(Path(path) / "config.json") for path in models if path]
     elif finding.check == "recipe: data":
         mixed = [path for part in recipe.data.mix.values() for path in part.files]

@@ -264,12 +264,10 @@ class Step:
 
     @property
     def _teachers(self) -> Engines:
-        teacher = self.recipe.teacher
+        teacher, engines = self.recipe.teacher, sum(each.engines for each in self.recipe.teacher.by_key.values())
         dtype = teacher.dtype or self.recipe.model.dtype
         shape = self.teacher_shape or self.shape
-        return Engines(
-            shape, self.device, teacher.engines, teacher.tensor_parallel, number=4 if dtype == "float32" else 2
-        )
+        return Engines(shape, self.device, engines, teacher.tensor_parallel, number=4 if dtype == "float32" else 2)
 
     def _consult_critic(self) -> None:
         critic = self.critic
@@ -307,6 +305,8 @@ class Step:
 
     def _of_teacher(self) -> str:
         size = "" if self.teacher_shape else "; as large as the policy"
+        if len(self.recipe.teacher.by_source) > 1:
+            size += "; teachers as large as the largest, with equal shares"
         return (
             f"{self.device.prefill_share:.0%} of {self.device.flops / 1e12:.0f} TFLOP/s{size}; {self.lengths.assumed}"
         )
