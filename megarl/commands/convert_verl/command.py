@@ -28,7 +28,7 @@ from megarl.commands.convert_verl.shell.values import ScriptContext, absent_name
 from megarl.commands.convert_verl.table import ACTOR, DEFAULTS, LOSS_MODE, RL, TRAINER
 from megarl.commands.convert_verl.table import LOSSES as LOSS_MODES
 from megarl.commands.convert_verl.trainers import devices_of
-from megarl.commands.convert_verl.translate import translate_rl
+from megarl.commands.convert_verl.translate import evaluates_alone, translate_rl
 from megarl.commands.convert_verl.unread_options import unread_options
 from megarl.errors import InputError, RecipeError
 from megarl.hf import published
@@ -137,7 +137,8 @@ def _translated(
     fixed: dict[str, Any] = {**entry.settings, **chosen}
     loss = fixed.get("algorithm.loss") or LOSS_MODES.get(str(conversion.get(LOSS_MODE, "vanilla")), "")
     critic = (fixed.get("algorithm.advantage") or conversion.get("algorithm.adv_estimator")) == "gae"
-    unread = unread_options(conversion.options, megatron=megatron, loss=loss, critic=critic)
+    trains = not evaluates_alone(conversion)
+    unread = unread_options(conversion.options, megatron=megatron, loss=loss, critic=critic, trains=trains)
     conversion.apply(table, unread)
     conversion.settings |= fixed  # other settings depend on them
     conversion.notes += entry.notes

@@ -115,6 +115,7 @@ RL = [
     *no_counterpart("evaluation takes all rows at once, in the order of the file", "data.val_batch_size", "data.validation_shuffle"),
     Option("data.val_max_samples", "evaluation.limit", "-1 is all rows", derived=True),
     *no_counterpart("every row is used", "data.train_max_samples", same=(-1,), changes=True),
+    Option("trainer.val_only", "data.train_files", "True: left out, for megarl eval; refused where the trainer does not evaluate first", derived=True),
     Option("algorithm.adv_estimator", "algorithm.advantage", names=ADVANTAGES),
     *no_counterpart("algorithm.advantage determines it", f"{_A}.calculate_sum_pi_squared", f"{_A}.sum_pi_squared_checkpointing"),
     Option("algorithm.norm_adv_by_std_in_grpo", "algorithm.normalize_by_std"),

@@ -32,6 +32,7 @@ from megarl.errors import InputError
 
 _TRACKERS = ("wandb", "swanlab", "mlflow")
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_VAL_ONLY = "trainer.val_only"
 
 
 def translate_rl(conversion: Conversion, *, megatron: bool, kind: Kind, rows: int | None) -> None:
@@ -74,6 +75,7 @@ def translate_rl(conversion: Conversion, *, megatron: bool, kind: Kind, rows: in
     )
     common(conversion, rows=rows, updates=advance, optimizer=f"{_A}.optim", megatron=megatron)
     _validation(conversion)
+    _evaluation_alone(conversion, kind)
     if is_fully_async:  # its last step is evaluated only if test_freq divides it
         conversion.settings.pop("evaluation.at_end", None)
     if conversion.settings.get("algorithm.advantage") == "gae":
@@ -220,6 +222,29 @@ def _validation(conversion: Conversion) -> None:
         conversion.drop("evaluation.top_p")
         if settings.pop("evaluation.samples", 1) != 1:
             conversion.note(f"{values}.n", "1: greedy samples of a prompt are equal")
+
+
+def evaluates_alone(conversion: Conversion) -> bool:
+    """Return whether verl ends after the evaluation before the first step (verl/trainer/ppo/ray_trainer.py:1438), unless the user
+    leaves the option out."""
+    on = conversion.get(_VAL_ONLY) is True and conversion.get("trainer.val_before_train") is True
+    return on and _VAL_ONLY not in conversion.user_choices
+
+
+def _evaluation_alone(conversion: Conversion, kind: Kind) -> None:
+    """Leave the training data out of a run that only evaluates."""
+    if not evaluates_alone(conversion):
+        if conversion.get(_VAL_ONLY) is True:
+            conversion.note(_VAL_ONLY, "left out: the run trains, as in verl without val_before_train")
+        return
+    if kind != "synchronous" or "data.eval_files" not in conversion.settings:
+        reason = "megarl eval evaluates the recipe of a synchronous run with data.val_files"
+        conversion.leave_out(_VAL_ONLY, reason, changes=True)
+        return
+    if conversion.get("trainer.resume_mode") == "resume_path":
+        conversion.leave_out("trainer.resume_mode", "megarl eval evaluates model.path", to="model.path", changes=True)
+    conversion.drop("data.train_files")
+    conversion.note(_VAL_ONLY, "the recipe has no training data: `python -m megarl eval RECIPE` evaluates model.path")
 
 
 def drop_evaluation_data(conversion: Conversion) -> None:

@@ -9,15 +9,19 @@ from megarl.commands.convert_verl.table import OF_POLICY_LOSS
 _A = "actor_rollout_ref.actor"
 
 
-def unread_options(options: Collection[str], *, megatron: bool, loss: str, critic: bool) -> dict[str, str]:
+def unread_options(
+    options: Collection[str], *, megatron: bool, loss: str, critic: bool, trains: bool = True
+) -> dict[str, str]:
     """Return the reasons why verl does not read some options of an RL run, by option.
 
     options: the options of the command. megatron: see `translate_rl`. loss: megarl's name of the loss. critic: the run has
-    one.
+    one. trains: the run is more than an evaluation.
     Source: verl/trainer/ppo/core_algos.py (ratios), verl/utils/megatron/optimizer.py:130, verl/trainer/ppo/utils.py:160.
     """
     ratios = {"clip_cov", "kl_cov"} - {loss}
     unread = {f"{_A}.policy_loss.{mode}_ratio": f"verl reads it with loss_mode={mode}" for mode in ratios}
+    if not trains:
+        unread["data.train_max_samples"] = "the run only evaluates"
     if megatron:
         unread["actor_rollout_ref.model.enable_gradient_checkpointing"] = (
             "verl's Megatron actor ignores it and uses override_transformer_config.recompute_*"

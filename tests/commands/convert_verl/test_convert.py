@@ -232,6 +232,21 @@ def test_verls_interactions_are_carried_over() -> None:
         settings(f"{command} {option}function_tool_path=tools.py")
 
 
+def test_an_evaluation_alone_is_a_recipe_without_training_data() -> None:
+    """verl evaluates model.path before the first step and ends; the number of training rows does not matter."""
+    command = f"{GRPO} data.val_files=b.parquet trainer.val_only=True data.train_max_samples=1"
+    converted = convert(command, [])
+    recipe = yaml.safe_load(converted.text)
+    assert recipe["data"]["eval_files"] == ["b.parquet"] and "train_files" not in recipe["data"]
+    assert any("megarl eval RECIPE" in note for note in converted.notes)
+    trains = convert(f"{GRPO} data.val_files=b.parquet trainer.val_only=True trainer.val_before_train=False", [])
+    assert "train_files" in trains.text, "verl reads val_only after the evaluation before the first step"
+    accepted = convert(f"{GRPO} data.val_files=b.parquet trainer.val_only=True", [], accepted=["trainer.val_only"])
+    assert "train_files" in accepted.text
+    with pytest.raises(InputError, match="--accept data.train_max_samples"):
+        convert(command.replace("val_only=True", "val_only=False"))
+
+
 def test_files_of_another_format_leave_their_setting_open() -> None:
     """megarl reads .parquet and .jsonl: the recipe waits for the name of a converted file."""
     command = f"{GRPO} data.train_files=a.csv data.val_files=b.parquet trainer.test_freq=5"

@@ -159,7 +159,10 @@ REFUSED = {
         f"{PPO} {R}.multi_turn.enable=True {R}.multi_turn.tool_config_path=tools.yaml {R}.multi_turn.format=gpt-oss",
         "megarl does not read this syntax of calls",
     ),
-    "an evaluation alone": (f"{PPO} trainer.val_only=True", "megarl eval evaluates a checkpoint"),
+    "an evaluation without rows": (f"{PPO} trainer.val_only=True data.val_files=null", "--accept trainer.val_only"),
+    "an evaluation of a checkpoint": (
+        f"{PPO} trainer.val_only=True data.val_files=b.parquet trainer.resume_mode=resume_path", "--accept trainer.resume_mode"
+    ),
     "some of the rows": (f"{PPO} data.train_max_samples=100", "every row is used"),
     "an option that verl lacks": (f"{PPO} {R}.new_option=1", f"--accept {R}.new_option"),
     "virtual stages of Megatron Lite": (f"{PPO} actor@{ACTOR}=mlite_actor {ACTOR}.engine.vpp=2", "use megatron.virtual_pipeline"),
