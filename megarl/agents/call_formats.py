@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-HERMES, DEEPSEEK = "hermes", "deepseek"
+HERMES, DEEPSEEK, GPT_OSS = "hermes", "deepseek", "gpt_oss"
+CALL_END = "<|call|>"  # ends a call, and generation, in gpt-oss's format
 DEEPEST = 32  # levels of lists and objects; the limit of records, schemas and messages between processes
 
 
@@ -23,6 +24,11 @@ class ToolCall:
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|<｜tool▁calls▁end｜>|\Z)", re.DOTALL)
+_HARMONY = re.compile(
+    r"(?:\A|<\|start\|>assistant)((?:(?!<\|(?:start|message)\|>).)*)<\|message\|>(.*?)(?:<\|(?:call|end|return|start)\|>|\Z)",
+    re.DOTALL,
+)  # a message of the assistant: header, content. The first header begins in the prompt
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FENCE = re.compile(r"\s*```(?:json)?\n?(.*?)\n?```\s*", re.DOTALL)
 
 
@@ -30,15 +36,19 @@ def format_of(template: str) -> str | None:
     """Return the call format that a chat template shows its model, or None."""
     if "<tool_call>" in template and "<function=" not in template:  # Qwen3-Coder writes XML between these tags
         return HERMES
-    return DEEPSEEK if "<｜tool▁call▁begin｜>" in template else None
+    if "<｜tool▁call▁begin｜>" in template:
+        return DEEPSEEK
+    return GPT_OSS if CALL_END in template and "functions." in template else None
 
 
 def calls_in(text: str, format: str, head: str = "") -> list[ToolCall]:
-    """Return the calls of one turn, in order. Text inside <think> is ignored.
+    """Return the calls of one turn, in order. Text inside <think>, and in gpt-oss's channel of analysis, is ignored.
 
     `text`: the turn with its special tokens. `head`: the end of the text before it, because templates of reasoning models
     may open <think> there.
     """
+    if format == GPT_OSS:
+        return _gpt_oss(text)
     begun = head[head.rindex("<think>") :] if "<think>" in head else ""
     answer = (begun + text).rpartition("</think>")[2]
     if "<think>" in answer:  # never closed
@@ -65,6 +75,21 @@ def _deepseek(text: str) -> list[ToolCall]:
             name, arguments = first.strip(), rest
         fenced = _FENCE.fullmatch(arguments)
         calls.append(_with_arguments(name, fenced[1] if fenced else arguments))
+    return calls
+
+
+def _gpt_oss(text: str) -> list[ToolCall]:
+    """<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>; the recipient may also come first."""
+    calls = []
+    for header, content in _HARMONY.findall(text):
+        recipient = _RECIPIENT.search(header)
+        if recipient is None:
+            continue  # analysis, or text for the user
+        namespace, _, name = recipient[1].rpartition(".")
+        if namespace == "functions":
+            calls.append(_with_arguments(name, content))
+        else:
+            calls.append(ToolCall(recipient[1], problem=f"calls go to functions.NAME, and this one to {recipient[1]}"))
     return calls
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl import agents
 from megarl.agents import Tool, ToolUnavailable
-from megarl.agents.call_formats import format_of
+from megarl.agents.call_formats import CALL_END, GPT_OSS, format_of
 from megarl.agents.interactions import find_interaction
 from megarl.agents.mcp_tools import McpTools
 from megarl.agents.python_tools import PythonTools
@@ -96,13 +96,18 @@ def chosen_format(agent: AgentConfig, tokenizer: Tokenizer) -> str:
     """Return the call format: `agent.format`, else the one that the chat template shows.
 
     Raises:
-        ValueError: neither names one.
+        ValueError: neither names one, or engines do not stop at its calls.
     """
     format = agent.format or format_of(str(tokenizer.chat_template or ""))
     if format is None:
         raise ValueError(
-            f"the chat template in {tokenizer.directory} shows its model neither how Qwen nor how DeepSeek write calls of "
-            "tools: set agent.format to hermes or deepseek, or use a template for tools"
+            f"the chat template in {tokenizer.directory} does not show its model how Qwen, DeepSeek or gpt-oss write calls of "
+            "tools: set agent.format to hermes, deepseek or gpt_oss, or use a template for tools"
+        )
+    if format == GPT_OSS and tokenizer.tokens().get(CALL_END) not in tokenizer.stop_ids:
+        raise ValueError(
+            f"engines do not stop at {CALL_END}, which ends gpt-oss's calls: add its id to eos_token_id in generation_config.json "
+            f"of {tokenizer.directory}, or set another agent.format"
         )
     return format
 

@@ -66,7 +66,7 @@ class AnswerTokens(_Messages):
             ValueError: the chat template cannot append tool messages to a conversation.
         """
         super().__init__(tokenizer, template_args, most)
-        self._talk, self._before, self._rest = self._find_talk()
+        self._talk, self._rest = self._find_talk()
 
     def tokens(self, answers: Sequence[tuple[str, str]]) -> list[int]:
         """Return the tokens from the end token of the calling turn to the head of the policy's next turn.
@@ -77,15 +77,16 @@ class AnswerTokens(_Messages):
             {"role": "tool", "content": text, "name": self._harmless(name), "tool_call_id": f"call_{number}"}
             for number, (name, text) in enumerate(answers)
         ]
-        whole = self._render([*self._talk, *messages], generate=True)
-        if not whole.startswith(self._before):
+        talk = _calling(self._talk, messages[0]["name"])
+        before, whole = self._render(talk, generate=False), self._render([*talk, *messages], generate=True)
+        if not whole.startswith(before):
             raise ValueError(
                 f"the chat template in {self.tokenizer.directory} changes earlier text when {messages} follow"
             )
-        return self.tokenizer.encode(self._rest + whole[len(self._before) :])
+        return self.tokenizer.encode(self._rest + whole[len(before) :])
 
-    def _find_talk(self) -> tuple[list[dict[str, Any]], str, str]:
-        """Return a conversation that the template can continue, its text, and the text after its last end token."""
+    def _find_talk(self) -> tuple[list[dict[str, Any]], str]:
+        """Return a conversation that the template can continue, and the text after its last end token."""
         problem = ""
         for talk in _TALK:
             try:
@@ -94,7 +95,7 @@ class AnswerTokens(_Messages):
                 problem = problem or str(error)
                 continue
             if whole.startswith(before) and "answer" in whole[len(before) :]:
-                return talk, before, self._after_last_end(before)
+                return talk, self._after_last_end(before)
         raise ValueError(
             f"the chat template in {self.tokenizer.directory} cannot append a tool message to a conversation"
             f"{': ' + problem if problem else ''}. Use a template for tools (role `tool`)"
@@ -108,6 +109,13 @@ class AnswerTokens(_Messages):
         rest = self.tokenizer.decode(ids[ends[-1] + 1 :])
         assert before.endswith(rest), (before, rest)
         return rest
+
+
+def _calling(talk: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Return the conversation with a call of the tool `name`: gpt-oss's template takes the name of a tool message from there."""
+    *before, turn = talk
+    (call,) = turn["tool_calls"]
+    return [*before, {**turn, "tool_calls": [{**call, "function": {**call["function"], "name": name}}]}]
 
 
 class ReplyTokens(_Messages):

@@ -49,9 +49,9 @@ class AgentConfig:
         None,
         "The user of a conversation: `module:Class` with @interaction, or a YAML file of verl's interactions. It replies to each turn of the policy that calls no tool, until it ends the conversation.",
     )
-    format: Optional[Literal["hermes", "deepseek"]] = key(
+    format: Optional[Literal["hermes", "deepseek", "gpt_oss"]] = key(
         None,
-        "Syntax of the model's calls: hermes (Qwen: JSON between <tool_call> tags) or deepseek (DeepSeek-V3's special tokens). Unset: derived from the chat template.",
+        "Syntax of the model's calls: hermes (Qwen: JSON between <tool_call> tags), deepseek (DeepSeek-V3's special tokens) or gpt_oss (its channels). Unset: derived from the chat template.",
     )
     max_turns: int = key(8, "Maximum turns of the policy per sample. The last turn is not answered.", at_least=1)
     max_calls_per_turn: int = key(

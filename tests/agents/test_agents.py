@@ -66,7 +66,7 @@ class Counter:
         self.finished.append(with_rewards)
         if self.problem:
             error = ToolUnavailable(self.problem)
-            error.tool = "count"
+            error.source = "tool 'count'"
             raise error
         return self.reward
 

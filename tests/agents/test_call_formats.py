@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
-from megarl.agents.call_formats import DEEPSEEK, HERMES, ToolCall, calls_in, format_of
+from megarl.agents.call_formats import DEEPSEEK, GPT_OSS, HERMES, ToolCall, calls_in, format_of
+from megarl.agents.setup import chosen_format
 from megarl.agents.tool_responses import AnswerTokens
 from megarl.data.tokenizer import Tokenizer
-from tests.support.agent_tokenizers import DEEPSEEK_V3, QWEN3, deepseek_v3, qwen3
+from megarl.recipe.agent import AgentConfig
+from tests.support import agent_tokenizers
+from tests.support.agent_tokenizers import DEEPSEEK_V3, QWEN3, deepseek_v3, gpt_oss, qwen3
 
 
 def hermes(*calls: str) -> str:
@@ -191,3 +194,51 @@ def test_a_long_answer_is_cut_in_the_middle_with_a_note() -> None:
     first, note, last = answers.shown(long).split("\n")
     assert first.startswith("start x< ") and last.endswith(" end") and "<|im_end|>" not in first + last
     assert note.startswith("[5499")
+
+
+# ---- gpt-oss
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (  # the recipient after the channel, as the model writes it, and before it, as the template does
+            '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>', [ToolCall("add", {"a": 1})]
+        ),
+        (' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>', [ToolCall("add", {"a": 1})]),
+        (
+            "<|channel|>analysis<|message|>I call to=functions.sub<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+            "<|constrain|>json<|message|>{}<|call|>",
+            [ToolCall("add")],
+        ),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>It is <think>4<|return|>", []),
+        ("<|channel|>commentary<|message|>I will look to=functions.add<|end|>", []),
+        ("no message", []),
+    ],
+)  # fmt: skip
+def test_gpt_oss_calls(text: str, expected: list[ToolCall]) -> None:
+    assert calls_in(text, GPT_OSS) == expected
+
+
+def test_gpt_oss_calls_that_cannot_be_made() -> None:
+    (broken,) = calls_in("<|channel|>commentary to=functions.add<|message|>{a<|call|>", GPT_OSS)
+    assert broken.name == "add" and "not valid JSON" in broken.problem
+    (elsewhere,) = calls_in("<|channel|>analysis to=python<|message|>1 + 1<|call|>", GPT_OSS)
+    assert "calls go to functions.NAME, and this one to python" in elsewhere.problem
+
+
+def test_a_tool_message_of_gpt_oss_names_its_tool() -> None:
+    """The template takes the name from the call before it, which is the policy's and not rendered again."""
+    tokenizer = gpt_oss()
+    assert format_of(agent_tokenizers.GPT_OSS) == GPT_OSS == chosen_format(AgentConfig(), tokenizer)
+    answers = AnswerTokens(tokenizer, {}, 64)
+    for name in ("add", "look_up"):
+        text = tokenizer.decode(answers.tokens([(name, 'a "4"')]), special=True)
+        assert text == (
+            f'<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>"a \\"4\\""<|end|><|start|>assistant'
+        )
+
+
+def test_gpt_oss_needs_engines_that_stop_at_calls() -> None:
+    with pytest.raises(ValueError, match=r"engines do not stop at <\|call\|>"):
+        chosen_format(AgentConfig(), gpt_oss(stops=("<|return|>",)))

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from megarl.agents import Context, ToolUnavailable, find, tool
+from megarl.agents import Answer, Context, Reply, ToolUnavailable, find, tool
+from megarl.agents.interactions import find_interaction
 from megarl.agents.python_tools import PythonTools, SampleProcess
 from megarl.agents.toolbox import CallOutcome
 
 OWN = "tests.support.stateful_tools"
-PATHS = {name: f"{OWN}:{name}" for name in ("submit", "fragile")}
+PATIENT = find_interaction("tests.support.interactions:Patient").name
+PATHS = {name: f"{OWN}:{name}" for name in ("submit", "fragile")} | {PATIENT: "tests.support.interactions:Patient"}
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +111,30 @@ def test_a_samples_tools_share_a_process_that_ends_with_it(running: PythonTools,
         time.sleep(0.02)
 
 
+def test_an_interaction_keeps_its_state_in_the_process_of_its_sample(running: PythonTools) -> None:
+    """A reply, with the end of the conversation, comes back whole; another sample's symptoms are its own."""
+
+    async def play() -> tuple[list[Answer], float]:
+        samples = [
+            running.open_sample(Context("row/1", "flu", {"symptoms": ["hot", "weak"]}, sample)) for sample in (1, 2)
+        ]
+        said = [(0, "?"), (0, "?"), (1, "?"), (0, "flu")]
+        replies = [
+            (await samples[number].call(PATIENT, {"messages": [{"role": "assistant", "content": text}]}, 20.0)).answer
+            for number, text in said
+        ]
+        return replies, sum([await sample.finish(with_rewards=True) for sample in samples])
+
+    replies, reward = asyncio.run(play())
+    assert replies == [
+        Reply("hot", -0.25),
+        Reply("weak", -0.25),
+        Reply("hot", -0.25),
+        Reply("Thank you", 1.0, ends=True),
+    ]
+    assert reward == 0.125  # a symptom is left in the second sample
+
+
 def test_a_sample_without_calls_starts_nothing(running: PythonTools, log: Path) -> None:
     async def play() -> float:
         sample = running.open_sample(context(log))
@@ -180,7 +206,7 @@ def test_a_start_or_an_end_that_fails_is_not_the_policys_fault(running: PythonTo
         asyncio.run(play(no_start=True))
     with pytest.raises(ToolUnavailable, match="its method end failed: OSError: the session was gone") as raised:
         asyncio.run(play(no_end=True))
-    assert raised.value.tool == "fragile"
+    assert raised.value.source == "tool 'fragile'"
     with pytest.raises(ToolUnavailable, match="the reward of its answer is nan"):
         asyncio.run(play(final=float("nan")))
     assert log.read_text().count("end fragile") == 2  # the tool with an invalid reward has ended, too

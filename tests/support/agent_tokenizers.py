@@ -79,6 +79,26 @@ DEEPSEEK_V3 = """{%- set ns = namespace(is_tool=false) -%}
 )
 
 
+GPT_OSS_TOKENS = [f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "return", "call")]
+# gpt-oss: a message names its recipient, a tool message takes its sender from the last call, and <|end|> ends no turn.
+GPT_OSS = """{%- set called = namespace(name=none) -%}
+{%- for tool in tools or [] %}{{ '<|start|>developer<|message|>namespace functions: ' + tool.function.name + '<|end|>' }}{% endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and message.tool_calls %}
+        {%- set call = message.tool_calls[0].function %}{% set called.name = call.name %}
+        {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+        {{- call.arguments | tojson + '<|call|>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}
+        {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start|>functions.' + called.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- message.content | tojson + '<|end|>' }}
+    {%- else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+
+
 @cache
 def _made(template: str, added: tuple[str, ...]) -> Tokenizer:
     folder = Path(mkdtemp(prefix="agent-tokenizer-"))
@@ -97,6 +117,16 @@ def _made(template: str, added: tuple[str, ...]) -> Tokenizer:
 
 def qwen3() -> Tokenizer:
     return _made(QWEN3, tuple(QWEN_TAGS))
+
+
+def gpt_oss(stops: tuple[str, ...] = ("<|return|>", "<|call|>")) -> Tokenizer:
+    """`stops`: the tokens at which engines stop, in the model's generation_config.json."""
+    folder = _made(GPT_OSS, tuple(GPT_OSS_TOKENS)).directory
+    model = Path(mkdtemp(prefix="agent-model-"))
+    atexit.register(rmtree, model, ignore_errors=True)
+    ids = _made(GPT_OSS, tuple(GPT_OSS_TOKENS)).tokens()
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [ids[stop] for stop in stops]}))
+    return load_tokenizer(folder, model)
 
 
 def deepseek_v3() -> Tokenizer:

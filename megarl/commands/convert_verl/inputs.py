@@ -17,6 +17,7 @@ SGLANG = {
 }  # fmt: skip
 """Arguments of vLLM's engine -> SGLang's; "": none."""
 _INTERACTION = f"{_R}.multi_turn.interaction_config_path"
+_FORMATS = {"hermes": "hermes", "gpt-oss": "gpt_oss"}
 _FUNCTIONS = "verl's function tools are not read: write functions of megarl (docs/agents.md)"
 _ROWS = "data.custom_cls"
 
@@ -27,10 +28,11 @@ def translate_agent(conversion: Conversion) -> None:
     with_user = _translate_interaction(conversion)
     if with_tools:
         syntax = f"{_R}.multi_turn.format"
-        if conversion.get(syntax, "hermes") != "hermes":
+        format = _FORMATS.get(conversion.get(syntax, "hermes"))
+        if format is None:
             conversion.leave_out(syntax, "megarl does not read this syntax of calls", to="agent.format", changes=True)
         elif syntax in conversion.options:
-            conversion.settings["agent.format"] = "hermes"
+            conversion.settings["agent.format"] = format
         conversion.settings.setdefault("agent.max_calls_per_turn", 1)
     else:
         conversion.drop("agent.max_calls_per_turn")

@@ -213,7 +213,7 @@ RL = [
     Option(f"{_R}.multi_turn.enable", "agent.tools", "with tool_config_path; otherwise give agent.tools after the file", derived=True),
     Option(f"{_R}.multi_turn.max_assistant_turns", "agent.max_turns"),
     Option(f"{_R}.multi_turn.max_parallel_calls", "agent.max_calls_per_turn"),
-    Option(f"{_R}.multi_turn.format", "agent.format", "hermes; others are refused if the run has tools", derived=True),
+    Option(f"{_R}.multi_turn.format", "agent.format", "hermes, gpt-oss; others are refused if the run has tools", derived=True),
     Option(f"{_R}.multi_turn.tool_config_path", "agent.tools, agent.tool_rewards", "the rewards of tools are for scorer alone, as in verl", derived=True),
     Option(f"{_R}.multi_turn.function_tool_path", "agent.tools", "refused: give agent.tools after the file", derived=True),
     Option(f"{_R}.multi_turn.max_user_turns", "agent.max_turns", "one more, if max_assistant_turns is not less", derived=True),

@@ -194,6 +194,8 @@ def test_a_run_with_tools_needs_megarls_tools() -> None:
     assert {key: value for key, value in converted.items() if key.startswith("agent.")} == {
         f"agent.{name}": value for name, value in agent.items()
     }
+    gpt_oss = settings(command.replace("hermes", "gpt-oss"), "agent.tools=[code_interpreter]")
+    assert gpt_oss["agent.format"] == "gpt_oss"
     assert not [key for key in settings(command.replace("enable=True", "enable=False")) if key.startswith("agent.")]
 
 
@@ -243,7 +245,7 @@ def test_an_evaluation_alone_is_a_recipe_without_training_data() -> None:
     assert "train_files" in trains.text, "verl reads val_only after the evaluation before the first step"
     accepted = convert(f"{GRPO} data.val_files=b.parquet trainer.val_only=True", [], accepted=["trainer.val_only"])
     assert "train_files" in accepted.text
-    with pytest.raises(InputError, match="--accept data.train_max_samples"):
+    with pytest.raises(InputError, match=r"--accept data\.train_max_samples"):
         convert(command.replace("val_only=True", "val_only=False"))
 
 

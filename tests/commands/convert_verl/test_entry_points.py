@@ -156,7 +156,7 @@ REFUSED = {
     "quantized training": (f"{PPO} {ACTOR}.fsdp_config.qat.enable=True", "--accept actor_rollout_ref.actor.fsdp_config.qat.enable"),
     "float16": (f"{PPO} {ACTOR}.fsdp_config.dtype=float16", "the trainers' data type is model.dtype"),
     "another syntax of calls": (
-        f"{PPO} {R}.multi_turn.enable=True {R}.multi_turn.tool_config_path=tools.yaml {R}.multi_turn.format=gpt-oss",
+        f"{PPO} {R}.multi_turn.enable=True {R}.multi_turn.tool_config_path=tools.yaml {R}.multi_turn.format=qwen3_coder",
         "megarl does not read this syntax of calls",
     ),
     "an evaluation without rows": (f"{PPO} trainer.val_only=True data.val_files=null", "--accept trainer.val_only"),
