@@ -56,6 +56,8 @@ verl lacks: add the recipe's setting after the file, or `--accept OPTION` to lea
 converts epochs to steps. The recipe is loaded before it is written, and an invalid one is an error with its remedy. For models
 with a config.json in `megarl/hf/published/`, a note reports a layout that does not divide the model.
 
+A run that only evaluates (`trainer.val_only`) becomes a recipe without training data: `python -m megarl eval grpo.yaml`.
+
 A script with FSDP has no Megatron layout: choose `megatron.tensor_parallel` if the script has no sequence parallelism.
 
 Then `python -m megarl plan grpo.yaml --device H100` (or `910B`, ...) checks the recipe, the data and the memory, and `python -m megarl rehearse grpo.yaml` runs a
@@ -88,8 +90,13 @@ The YAML file of `multi_turn.tool_config_path` becomes `agent.tools`, and its cl
 ones; verl's tool agent loop creates an instance for each call. As in verl, the rewards of tools reach the reward function
 (`extra_info["tool_rewards"]`) and are not added to the reward: `agent.tool_rewards: scorer`. For other tools give
 `agent.tools='["my_tools:search"]'` after the file ([agents.md](agents.md#write-a-tool)); verl's code sandbox is
-`code_interpreter`. The limits of the policy's turns and of calls per turn are converted. MCP entries of the YAML file
-(use `agent.mcp`), interactions and agent loops of your own are errors.
+`code_interpreter`. The limits of turns and of calls per turn are converted. MCP entries of the YAML file (use `agent.mcp`) and agent
+loops of your own are errors.
+
+The YAML file of `multi_turn.interaction_config_path` becomes `agent.interaction`, and its classes
+[run unchanged](interactions.md#interactions-of-verl). As in verl, the scores of turns reach the reward function
+(`extra_info["turn_scores"]`) and are not added to the reward. verl's response ends with the reply that ends the conversation, masked;
+megarl's ends before it.
 
 ## Asynchronous runs
 
@@ -136,8 +143,9 @@ differ with trainer_mode=separate_async and in async_flow.
 | recipe/gvpo | `loss: gvpo` with `advantage: grpo` |
 | recipe/sppo | `loss: sppo` with `advantage: soft_mean` |
 
-`python -m benchmarks.verl_losses` compares loss and gradient of gvpo, sppo and forward_kl_topk with verl's functions. megarl has one
-teacher for all rows. The teacher of recipe/gkd runs in a server, and the script does not name its model: `teacher.path` is `???`. Its
+`python -m benchmarks.verl_losses` compares loss and gradient of gvpo, sppo and forward_kl_topk with verl's functions. Named teachers
+become `teacher.by_source`, if `teacher_key` is data_source and their tensor_model_parallel_size and gpu_memory_utilization are equal;
+a single one scores every row, as in verl. The teacher of recipe/gkd runs in a server, and the script does not name its model: `teacher.path` is `???`. Its
 loss is a mean over the tokens of each micro batch, in megarl over the tokens of a step, and its gradient takes the probability of the
 teacher's top tokens as 1 in total. The gradient of recipe/gvpo is a sum over the samples of a micro batch:
 `actor.optimizer.clip_grad` is divided by that factor, on which AdamW's update does not depend.
@@ -148,30 +156,29 @@ Scripts that become a recipe as they stand, without arguments, of all scripts th
 
 | repository | commit | recipes |
 |---|---|---|
-| verl-project/verl | 1dda039 | 153 of 170 |
-| verl-project/verl-recipe | 48ea0a7 | 73 of 104 |
-| verl-project/verl, January 2026 | b178a3c | 171 of 187 |
+| verl-project/verl | 1dda039 | 156 of 170 |
+| verl-project/verl-recipe | 48ea0a7 | 75 of 104 |
+| verl-project/verl, January 2026 | b178a3c | 174 of 187 |
 
 `python -m benchmarks.verl_scripts verl verl-recipe` counts them in checkouts and lists the reasons of the others. They are:
 
 | reason | verl | verl-recipe | January 2026 |
 |---|---|---|---|
 | another trainer: diffusion models, PRIME, FlowRL, SPIN, SPO, Atropos, exploration bonuses | - | 10 | - |
-| custom agent loops and interactions | - | 7 | 3 |
+| custom agent loops | - | 7 | - |
 | layers for multi-token prediction | 5 | - | 1 |
 | engines with fp8 weights | - | 4 | - |
 | training with simulated quantization (QAT) | - | 4 | - |
-| several teachers, by data source | 4 | - | - |
 | a value that the script takes from the environment or its arguments | 3 | - | 4 |
 | training in float16 | - | 2 | - |
 | environments of robots | - | - | 2 |
 | custom samplers | - | - | 2 |
 | two training commands, depending on the machine | 2 | - | - |
-| evaluation alone | - | 2 | - |
+| evaluation alone, of a checkpoint from an argument | - | 1 | - |
+| token rewards from a teacher without old log-probs | 1 | - | - |
 | weights of the correction with mean 1 in a loss without old log-probs | 1 | - | 1 |
 | a vision tower that is not trained | - | - | 1 |
 | training of adapters from a file | - | - | 1 |
-| calls of tools in the syntax of gpt-oss | - | 1 | - |
 | experts that drop tokens above a capacity | - | 1 | - |
 | two KL terms | 1 | - | - |
 | fewer prompts than a step has | 1 | - | - |

@@ -1,4 +1,4 @@
-"""Interactions: a user's class answers each of the policy's turns as the user, until it ends the conversation. docs/agents.md.
+"""Interactions: a user's class answers each of the policy's turns as the user, until it ends the conversation. docs/interactions.md.
 
 An interaction is a tool with state that megarl calls instead of the policy: it runs in the sample's process, with the same limits.
 """

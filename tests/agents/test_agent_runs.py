@@ -154,3 +154,38 @@ def test_a_tool_of_verl_keeps_its_state_within_a_sample(taught: Path, tmp_path: 
     created = sorted(line.split()[1] for line in log if line.startswith("create"))
     assert created == sorted(line.split()[1] for line in log if line.startswith("release"))
     assert len(created) >= len(called)
+
+
+def test_a_user_replies_to_the_policy(quickstart_data: Path, tmp_path: Path) -> None:
+    """The reply is in the context of the next turn and not in the loss; it rewards the turn before it."""
+    write_prompts(tmp_path / "train.parquet", 64)
+    overrides = [
+        *COMMON,
+        f"model.path={quickstart_data}/model",
+        f"data.train_files=[{tmp_path}/train.parquet]",
+        "data.eval_files=[]",
+        f"runs_dir={tmp_path}",
+        "name=talk",
+        "data.prompts_per_step=16",
+        "rollout.engine_args.max_num_seqs=128",
+        "agent.interaction=tests.support.interactions:Examiner",
+        "agent.processes=2",
+        "reward.function=tests.support.scorers:last_turn",
+        "reward.processes=1",
+        "evaluation.at_start=false",
+        "evaluation.at_end=false",
+        "evaluation.greedy=false",
+        "train.steps=2",
+    ]
+    done = run("train", "recipes/tiny/grpo.yaml", *overrides)
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = [line for line in metrics(tmp_path / "talk") if line["step"] > 0]
+    assert all(line["rollout/logprob_gap_max"] < 1e-3 for line in lines)
+    records = read_samples(RunDirectory(tmp_path / "talk"), 1)
+    talks = [record for record in records if any(turn["role"] == "user" for turn in record["turns"])]
+    assert talks, "a random model ends some turns"
+    for record in talks:
+        replies = [turn for turn in record["turns"] if turn["role"] == "user"]
+        assert [turn["text"] for turn in replies] == [f"Again, please ({n + 1})" for n in range(len(replies))]
+        assert sum(reward for _, reward in record["steps"]) == 0.25 * len(replies)
+        assert record["tool_use"]["calls"] == 0 and record["tool_use"]["turns"] >= len(replies)

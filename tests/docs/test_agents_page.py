@@ -6,13 +6,16 @@ import asyncio
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megarl.agents import Context
+from megarl.agents import Context, Reply
 from megarl.agents.call_formats import calls_in
+from megarl.agents.interactions import find_interaction
 from megarl.agents.python_tools import PythonTools
 from megarl.agents.setup import Agents, AgentSetup, check_tools
+from megarl.agents.tool_process import SampleState, ToolRequest
 from megarl.preflight.load import load_recipe
 from megarl.recipe.agent import AgentConfig
 from megarl.rewards import ScoreRequest, find, score
@@ -23,6 +26,7 @@ from tests.support.sandbox_machine import needs_sandbox
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "agents.md").read_text()
+INTERACTIONS = (ROOT / "docs" / "interactions.md").read_text()
 
 
 @needs_sandbox
@@ -80,6 +84,33 @@ def test_the_example_with_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "reads `2`, `3` and `0`. The second call costs 0.05, and the sample earns" in " ".join(PAGE.split())
 
 
+def test_the_example_of_an_interaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The conversation and rewards of docs/interactions.md, from the class as written."""
+    code, recipe = (re.search(rf"```{kind}\n(.*?)```", INTERACTIONS, re.DOTALL) for kind in ("python", "yaml"))
+    assert code is not None and recipe is not None
+    (tmp_path / "my_user.py").write_text(code[1])
+    (tmp_path / "recipe.yaml").write_text(f"model: {{path: some/model}}\n{recipe[1]}")
+    setup = AgentSetup.of(load_recipe(tmp_path / "recipe.yaml"))
+    assert setup is not None
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    assert check_tools(setup, qwen3()) == []
+    state = SampleState(find_interaction("my_user:Patient"))
+    context = Context("row", "flu", {"symptoms": ["I cough", "I am hot"]})
+
+    async def replies() -> list[Any]:
+        said = ["What is it?", "A cold?", "Then it is a flu"]
+        requests = [ToolRequest({"messages": [{"role": "assistant", "content": text}]}, context) for text in said]
+        return [await state.run(request) for request in requests]
+
+    assert asyncio.run(replies()) == [
+        Reply("I cough", -0.1),
+        Reply("I am hot", -0.1),
+        Reply("Thank you", 1.0, ends=True),
+    ]
+    assert "reads `I cough` and `I am hot`, and `Then it is a flu` ends" in " ".join(INTERACTIONS.split())
+
+
 def test_the_retool_scorer_has_the_documented_scores() -> None:
     def scored(response: str, turns: int) -> float:
         spoken = [Turn("assistant", "x")] * turns
@@ -102,6 +133,6 @@ def test_retools_recipes_load(name: str) -> None:
 
 
 def test_links_and_settings_exist() -> None:
-    assert re.search(r"`(?:agent|rollout)\.\w+`", PAGE) and not unknown_settings(PAGE)
+    assert re.search(r"`(?:agent|rollout)\.\w+`", PAGE) and not unknown_settings(PAGE) and not unknown_settings(INTERACTIONS)
     assert all((ROOT / path).exists() for path in re.findall(r"recipes/\w+\.yaml", PAGE))
-    assert not broken_links(ROOT / "docs" / "agents.md")
+    assert not broken_links(ROOT / "docs" / "agents.md") and not broken_links(ROOT / "docs" / "interactions.md")

@@ -12,7 +12,7 @@ import pytest
 from megarl import load_recipe
 from megarl.engines.base import EngineSpec
 from megarl.engines.sglang import args as sglang
-from megarl.engines.specs import policy_spec, teacher_spec
+from megarl.engines.specs import policy_spec, teacher_specs
 from megarl.engines.vllm import args as vllm
 from megarl.engines.vllm import fp32_head
 from megarl.errors import RecipeError
@@ -109,7 +109,7 @@ class TestRecipe:
         recipe = load_recipe(ROOT / "recipes" / "tiny" / "gkd.yaml", overrides)
         assert policy_spec(recipe, "engine0", updated=True).fp32_head
         assert policy_spec(recipe, "engine0", updated=False).fp32_head, "megarl eval"
-        assert not teacher_spec(recipe, "teacher0").fp32_head
+        assert not teacher_specs(recipe)[0].fp32_head
 
     def test_a_model_in_float32_is_refused(self) -> None:
         path = ROOT / "recipes" / "tiny" / "grpo.yaml"

@@ -9,9 +9,11 @@ import json
 import math
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from megarl import load_recipe
+from megarl.data.rows import write_parquet
 from tests.support.stack import ROOT, metrics, run
 from tests.support.training_runs import settings
 
@@ -175,6 +177,27 @@ def test_distillation_reduces_the_distance_to_the_teacher(
     check(lines, name)
     distances = [line[OF_A_TEACHER[name]] for line in lines]
     assert distances[0] > 1 and distances[-1] < distances[0] * 2 / 3, distances
+
+
+@pytest.mark.slow
+def test_each_data_source_has_its_teacher(teacher: Path, quickstart_data: Path, tmp_path: Path) -> None:
+    """Half of the rows get the initial model as their teacher, to which the policy has no distance in the first step."""
+    rows = [
+        json.loads(json.dumps(row, default=str))
+        for row in pq.read_table(quickstart_data / "data/train.parquet").to_pylist()
+    ]
+    for number, row in enumerate(rows):
+        row["data_source"] = ("openai/gsm8k", "megarl/word_problems")[number % 2]  # the same scorer
+    write_parquet(tmp_path / "both.parquet", rows)
+    losses = {}
+    for name, other in (("both", quickstart_data / "model"), ("same", teacher)):
+        sources = f"{{openai/gsm8k: {{path: {teacher}}}, megarl/word_problems: {{path: {other}}}}}"
+        more = [f"data.train_files=[{tmp_path}/both.parquet]", "teacher.path=null", f"teacher.by_source={sources}"]
+        arguments = settings(quickstart_data, tmp_path, name, *SMALL, *LEARNING, "train.steps=1", *more)
+        done = run("train", "recipes/tiny/gkd.yaml", *arguments)
+        assert done.returncode == 0, done.stderr + done.stdout
+        losses[name] = metrics(tmp_path / name)[-1]["actor/pg_loss"]
+    assert 0.2 * losses["same"] < losses["both"] < 0.8 * losses["same"], losses
 
 
 STEP_REWARDS = {

@@ -66,3 +66,16 @@ class SumInteraction(BaseInteraction):
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
         del self._instances[instance_id]
+
+
+@interaction
+class Examiner:
+    """Replies twice, a quarter for each turn, and then ends the conversation."""
+
+    def __init__(self) -> None:
+        self.replies = 0
+
+    def reply(self, messages: list[dict[str, Any]]) -> Reply:
+        assert messages[0]["role"] == "user" and messages[-1]["role"] == "assistant", messages
+        self.replies += 1
+        return Reply(f"Again, please ({self.replies})", reward=0.25, ends=self.replies == 3)

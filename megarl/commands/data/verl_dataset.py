@@ -113,10 +113,9 @@ def _row(where: str, item: Any, names: Mapping[str, Any]) -> dict[str, Any]:
             f"{where} has neither raw_prompt nor {prompt_key}, but {', '.join(map(str, item)) or 'nothing'}"
         )
     info = dict(item.get("extra_info") or {})
-    if item.get("tools_kwargs"):
-        info.setdefault("tools_kwargs", item["tools_kwargs"])
-    if item.get("interaction_kwargs"):
-        raise ValueError(f"{where} has interaction_kwargs: megarl's agent loop has tools only")
+    for key in ("tools_kwargs", "interaction_kwargs"):
+        if item.get(key):
+            info.setdefault(key, item[key])
     if item.get(video_key) is not None and len(item[video_key]):
         raise ValueError(f"{where} has videos, which megarl does not read")
     prompt, images = _messages(where, messages)

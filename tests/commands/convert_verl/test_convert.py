@@ -181,59 +181,6 @@ def test_sglang_has_arguments_of_its_own() -> None:
     }
 
 
-def test_a_run_with_tools_needs_megarls_tools() -> None:
-    options = "multi_turn.enable=True multi_turn.max_assistant_turns=5 multi_turn.format=hermes multi_turn.max_parallel_calls=2"
-    command = f"{GRPO} " + " ".join(f"actor_rollout_ref.rollout.{option}" for option in options.split())
-    with pytest.raises(InputError, match=r"give agent\.tools=VALUE after the file, or --accept"):
-        settings(command)
-    limits = convert(GRPO + " actor_rollout_ref.rollout.multi_turn.enable=True", ["agent.tools=[code_interpreter]"])
-    assert yaml.safe_load(limits.text)["agent"]["max_calls_per_turn"] == 1, "verl's default"
-    assert sum("multi_turn.max_" in note for note in limits.notes) == 2
-    converted = settings(command, "agent.tools=[code_interpreter]")
-    agent = {"tools": ["code_interpreter"], "max_turns": 5, "format": "hermes", "max_calls_per_turn": 2}
-    assert {key: value for key, value in converted.items() if key.startswith("agent.")} == {
-        f"agent.{name}": value for name, value in agent.items()
-    }
-    gpt_oss = settings(command.replace("hermes", "gpt-oss"), "agent.tools=[code_interpreter]")
-    assert gpt_oss["agent.format"] == "gpt_oss"
-    assert not [key for key in settings(command.replace("enable=True", "enable=False")) if key.startswith("agent.")]
-
-
-def test_verls_tools_are_carried_over() -> None:
-    """verl's rewards of tools reach the reward function, and are not added to the reward."""
-    command = f"{GRPO} actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml"
-    converted = settings(command)
-    assert converted["agent.tools"] == ["tools.yaml"] and converted["agent.tool_rewards"] == "scorer"
-    assert converted["agent.max_calls_per_turn"] == 1
-    assert any("an instance lasts for a sample" in note for note in convert(command, []).notes)
-    replaced = settings(command, "agent.tools=[code_interpreter]")
-    assert replaced["agent.tools"] == ["code_interpreter"] and "agent.tool_rewards" not in replaced
-    dropped = convert(command, [], accepted=["actor_rollout_ref.rollout.multi_turn.tool_config_path"])
-    assert "agent:" not in dropped.text
-
-
-def test_verls_interactions_are_carried_over() -> None:
-    """A user replies at most max_user_turns times; its scores reach the reward function and are not added to the reward."""
-    option = "actor_rollout_ref.rollout.multi_turn."
-    command = f"{GRPO} {option}interaction_config_path=user.yaml {option}max_user_turns=2 {option}max_parallel_calls=3"
-    agent = {key: value for key, value in settings(command).items() if key.startswith("agent.")}
-    assert agent == {"agent.interaction": "user.yaml", "agent.tool_rewards": "scorer", "agent.max_turns": 3}
-    assert settings(f"{command} {option}enable=True {option}max_assistant_turns=2")["agent.max_turns"] == 2
-    both = settings(f"{command} {option}tool_config_path=tools.yaml")
-    assert (both["agent.tools"], both["agent.interaction"], both["agent.max_calls_per_turn"]) == (
-        ["tools.yaml"],
-        "user.yaml",
-        3,
-    )
-    assert settings(command, "agent.interaction=my:User", "agent.max_turns=5")["agent.max_turns"] == 5
-    dropped = convert(
-        f"{command} {option}tool_config_path=tools.yaml", [], accepted=[f"{option}interaction_config_path"]
-    )
-    assert "interaction:" not in dropped.text and yaml.safe_load(dropped.text)["agent"]["tools"] == ["tools.yaml"]
-    with pytest.raises(InputError, match="function tools are not read"):
-        settings(f"{command} {option}function_tool_path=tools.py")
-
-
 def test_an_evaluation_alone_is_a_recipe_without_training_data() -> None:
     """verl evaluates model.path before the first step and ends; the number of training rows does not matter."""
     command = f"{GRPO} data.val_files=b.parquet trainer.val_only=True data.train_max_samples=1"

@@ -66,6 +66,13 @@ def test_images_in_messages_become_the_column_images(tmp_path: Path) -> None:
     assert Image.open(io.BytesIO(image["bytes"])).size == (5, 3)
 
 
+def test_the_arguments_of_an_interaction_are_in_extra_info(tmp_path: Path) -> None:
+    """agent.interaction reads them there, as verl's agent loop does."""
+    out = tmp_path / "talk.parquet"
+    prepare(f"{OWN}:TalkingDataset", ["none"], out, None, {})
+    assert rows_of(out)[0].get("extra_info", dict)["interaction_kwargs"] == {"name": "user"}
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -74,7 +81,6 @@ def test_images_in_messages_become_the_column_images(tmp_path: Path) -> None:
         ("MappedDataset", "cannot be created: AttributeError: dataframe.map: without verl"),
         ("StreamDataset", "it has no fixed number of rows"),
         ("VideoDataset", "row 0 has videos"),
-        ("TalkingDataset", "row 0 has interaction_kwargs"),
         ("Plain", "it is not derived from torch.utils.data.Dataset"),
         ("HintDataset", "did you mean"),
     ],
@@ -88,7 +94,7 @@ def test_classes_that_cannot_be_carried_over_are_refused(questions: str, tmp_pat
 
 def test_a_class_that_needs_more_of_verl_is_told_what_there_is(questions: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("from verl.utils.model import compute_position_id_with_mask\n")
-    with pytest.raises(ValueError, match=r"megarl provides only verl\.tools\.base_tool.*verl\.utils\.dataset"):
+    with pytest.raises(ValueError, match=r"megarl provides only verl\.interactions\.base, verl\.tools\.base_tool.*verl\.utils\.dataset"):
         prepare(f"{tmp_path}/own.py:Any", [questions], tmp_path / "rows.parquet", None, {})
     wrong = run("--class", "x:y", "--source", questions, "--out", "a.parquet", "--option", "hint")
     assert wrong.exit_code != 0
