@@ -45,8 +45,8 @@ def parity(short: bool) -> str:
         directory = Path(folder)
         for model in MODELS:
             write_model(model, directory / "models")
-        for model, fields in VL_MODELS.items():
-            write_vl_model(directory / "models" / model, **fields)
+        for model in VL_MODELS:
+            write_vl_model(directory / "models" / model, model)
         for processes in sorted({case["processes"] for case in every}):
             selected = [case for case in every if case["processes"] == processes]
             launch(processes, selected, directory, timeout=2 * 3600)

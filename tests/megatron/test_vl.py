@@ -31,8 +31,8 @@ SLOW = [case for case in VL if case["slow"]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory with models/ and the results of all cases' workers."""
     directory = tmp_path_factory.mktemp("megatron")
-    for model, fields in VL_MODELS.items():
-        write_vl_model(directory / "models" / model, **fields)
+    for model in VL_MODELS:
+        write_vl_model(directory / "models" / model, model)
     launch(1, [UPSTREAM], directory, "tests.support.untouched_ranks")
     for processes in (1, 2):
         launch(processes, [case for case in QUICK if case["processes"] == processes], directory)

@@ -21,6 +21,7 @@ from megarl.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megarl.hf.families.qwen2_5_vl import QWEN2_5_VL
 from megarl.hf.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT
 from megarl.hf.families.qwen3_next import QWEN3_NEXT
+from megarl.hf.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
@@ -42,6 +43,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": QWEN3_5_TEXT,
     "qwen3_moe": QWEN3_MOE,
     "qwen3_next": QWEN3_NEXT,
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": QWEN3_VL_MOE,
 }
 """By `model_type`. Tests compare log-probs and gradients of each with transformers."""
 
