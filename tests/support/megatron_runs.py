@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from megarl.hf.families import has_tower
 from tests.support.megatron_models import (
     CLIP_GRAD,
     ENTROPY_COEF,
@@ -136,4 +137,6 @@ def gradient_of_transformers(model: Any, directory: Path) -> dict[str, torch.Ten
     if model.config.model_type == "qwen3_5_moe":
         tensors = stack_experts(tensors)
     trained = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNTRAINED)}
+    if has_tower(model.config.to_dict()):
+        return trained
     return {name: tensor for name, tensor in trained.items() if not name.startswith(CARRIED)}

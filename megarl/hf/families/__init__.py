@@ -21,7 +21,7 @@ from megarl.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megarl.hf.families.qwen2_5_vl import QWEN2_5_VL
 from megarl.hf.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT
 from megarl.hf.families.qwen3_next import QWEN3_NEXT
-from megarl.hf.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
+from megarl.hf.families.qwen3_vl import DEEPSTACK, QWEN3_VL, QWEN3_VL_MOE
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
@@ -53,6 +53,14 @@ def has_tower(hf_config: Mapping[str, Any]) -> bool:
     """Return whether a model reads images: it has a vision tower, and its family trains it."""
     family = FAMILIES.get(hf_config.get("model_type", ""))
     return "vision_config" in hf_config and (family is None or family.tower)
+
+
+def deepstack_layers(hf_config: Mapping[str, Any]) -> int:
+    """Return the number of text layers, from the first on, that a model's vision tower feeds."""
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    if family is None or not family.deepstack:
+        return 0
+    return len((hf_config.get("vision_config") or {}).get("deepstack_visual_indexes", DEEPSTACK))
 
 
 def has_zero_centered_norms(hf_config: dict[str, Any]) -> bool:

@@ -12,6 +12,8 @@ from megarl.hf.families.settings import rotary_scaling
 from megarl.hf.families.slices import Config, copy
 from megarl.hf.families.stacks import transposed_stack
 
+DEEPSTACK = (8, 16, 24)  # tapped layers of the tower if config.json names none
+
 _MLP = tuple(row(copy, name, name) for name in (f"linear_fc{n}.{kind}" for n in (1, 2) for kind in ("weight", "bias")))
 _LAYER = (
     *TOWER_LAYER,
@@ -55,7 +57,7 @@ def _experts(config: Config) -> dict[str, Any]:
 
 def _unsupported(config: Config) -> Refusals:
     vision, scaling = config.get("vision_config") or {}, rotary_scaling(config)
-    deep, depth = list(vision.get("deepstack_visual_indexes", (8, 16, 24))), vision.get("depth", 27)
+    deep, depth = list(vision.get("deepstack_visual_indexes", DEEPSTACK)), vision.get("depth", 27)
     width, act = vision.get("out_hidden_size"), vision.get("hidden_act", "gelu_pytorch_tanh")
     base = (vision.get("rope_parameters") or {}).get("rope_theta", 10000.0)
     yield not config.get("text_config"), "the text model outside text_config, which transformers does not read"
@@ -83,6 +85,7 @@ QWEN3_VL = Family(
     rotary=("default",),
     prefix="language_model.",
     tower=True,
+    deepstack=True,
 )
 QWEN3_VL_MOE = Family(
     _rows(*MODEL, *ATTENTION, *DENSE, *_STACKED),
@@ -92,4 +95,5 @@ QWEN3_VL_MOE = Family(
     rotary=("default",),
     prefix="language_model.",
     tower=True,
+    deepstack=True,
 )

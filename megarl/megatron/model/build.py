@@ -247,7 +247,7 @@ def _bridge_class(hf_config: Any) -> Any:
         from megarl.megatron.model.bridge import FamilyBridge
 
         return FamilyBridge
-    if hasattr(hf_config.vision_config, "deepstack_visual_indexes"):
+    if family_of(hf_config.to_dict()).deepstack:
         from megarl.megatron.model.qwen3_vl import DeepStackBridge
 
         return DeepStackBridge
