@@ -22,6 +22,7 @@ from tests.support.megatron_models import (
     stack_experts,
 )
 from tests.support.trainer_processes import run_cases
+from tests.support.vl_model import published_experts
 
 WORKER = "tests.support.megatron_worker"
 SAME_GRADIENT = 1e-5
@@ -136,6 +137,8 @@ def gradient_of_transformers(model: Any, directory: Path) -> dict[str, torch.Ten
     tensors = checkpoint_tensors(directory)
     if model.config.model_type == "qwen3_5_moe":
         tensors = stack_experts(tensors)
+    if model.config.model_type == "qwen3_vl_moe":
+        tensors = published_experts(tensors)
     trained = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNTRAINED)}
     if has_tower(model.config.to_dict()):
         return trained

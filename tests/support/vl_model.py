@@ -102,6 +102,7 @@ VL_MODELS: dict[str, Callable[[], Any]] = {
 def write_vl_model(path: Path, name: str = "vl") -> Path:
     """Save a model of `VL_MODELS` at `path`; its weights are the same every time."""
     import transformers
+    from safetensors.torch import load_file, save_file
 
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(VL_MODELS[name]())
@@ -113,19 +114,16 @@ def write_vl_model(path: Path, name: str = "vl") -> Path:
                 parameter.normal_(0, 0.05)
     model.save_pretrained(path)
     if name == "qwen3_vl_moe":
-        _transpose_experts(path / "model.safetensors")
+        file = path / "model.safetensors"
+        save_file(published_experts(load_file(file)), file, metadata={"format": "pt"})
     return path
 
 
-def _transpose_experts(file: Path) -> None:
-    """Store experts as published checkpoints do; transformers 5 transposes them when it loads, and not when it saves."""
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(file)
+def published_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Transpose experts as published checkpoints of Qwen3-VL store them; transformers 5 does so when it loads, not when it saves."""
     stacks = {name: weight for name, weight in weights.items() if ".experts." in name}
     assert len(stacks) == 2 * TEXT["num_hidden_layers"]
-    turned = {name: weight.transpose(1, 2).contiguous() for name, weight in stacks.items()}
-    save_file(weights | turned, file, metadata={"format": "pt"})
+    return weights | {name: weight.transpose(1, 2).contiguous() for name, weight in stacks.items()}
 
 
 def sequences() -> list[tuple[torch.Tensor, list[tuple[int, torch.Tensor, torch.Tensor]]]]:
