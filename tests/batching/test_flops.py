@@ -22,7 +22,12 @@ DENSE_FIRST = {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_routed_expe
 LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20}
 
 INTERLEAVED = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
     "vision_config": {
         "depth": 2,
         "hidden_size": 32,

@@ -210,7 +210,7 @@ def check_upstream(path: str) -> None:
     assert torch.equal(rotary(60), exact), "mended, the angles do not depend on the model's dtype"
 
 
-def write_processor(path: Path) -> None:
+def write_processor(path: Path, processor_class: str = "Qwen2_5_VLProcessor") -> None:
     """Write tokenizer and image processor files, which vLLM requires, although nothing is tokenized or processed."""
     import json
 
@@ -227,7 +227,7 @@ def write_processor(path: Path) -> None:
     tokenizer.save_pretrained(path)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2_5_VLProcessor",
+        "processor_class": processor_class,
         "patch_size": 14,
         "merge_size": MERGE,
         "temporal_patch_size": 2,

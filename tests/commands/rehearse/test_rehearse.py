@@ -195,7 +195,10 @@ def test_tensors_of_deepstack_towers_are_the_published_ones(name: str) -> None:
 
     config = published.read(name)
     shapes = dict(tiny_weights.shapes(config))
-    assert sum(map(prod, shapes.values())) == {"qwen3_vl": 8_767_123_696, "qwen3_vl_moe": 31_070_754_032}[config["model_type"]]
+    assert (
+        sum(map(prod, shapes.values()))
+        == {"qwen3_vl": 8_767_123_696, "qwen3_vl_moe": 31_070_754_032}[config["model_type"]]
+    )
     small = shrink_model(config, 2, Changes())
     model = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(**small))
     held = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if ".experts." not in name}
