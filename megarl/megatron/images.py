@@ -166,8 +166,8 @@ def patch_angles(places: torch.Tensor, size: int) -> torch.Tensor:
 def interpolation(places: torch.Tensor, limits: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return indices and weights [patches, 4] of the learned positions around each patch.
 
-    The learned positions are a square of `side` x `side`; an image's corner patches lie on its corners. `places` and `limits`:
-    int64 [patches, 2], row and column of each patch, and rows and columns of its image.
+    The learned positions are a square of `side` x `side`, with the image's corner patches in its corners. `places`: int64
+    [patches, 2], row and column of each patch; `limits`: the same shape, rows and columns of its image.
     """
     exact = places * ((side - 1) / (limits - 1).clamp(min=1).float())
     low = exact.long().clamp(max=side - 1)

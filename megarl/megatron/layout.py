@@ -147,7 +147,7 @@ def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None
         return
     if has_tower(hf_config):
         raise ValueError(
-            f"megatron.virtual_pipeline={vpp}: there are no virtual pipeline stages of a model with a vision tower. Leave "
+            f"megatron.virtual_pipeline={vpp}: megarl does not build virtual pipeline stages of a model with a vision tower. Leave "
             "megatron.virtual_pipeline unset."
         )
     if stages == 0:

@@ -129,7 +129,7 @@ class DeepStackLayer(TransformerLayer):
 
 
 class InterleavedRotary(MultimodalRotaryEmbedding):
-    """Rotary angles whose frequencies take turns between time, row and column; Megatron's have a block of frequencies each.
+    """Rotary angles with interleaved sections. In Megatron's, time, row and column each have a block of frequencies.
 
     `mrope_section` counts frequencies of time, row and column. Row has the frequencies 1, 4, 7, ..., column 2, 5, 8, ..., and
     time the others.
