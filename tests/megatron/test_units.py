@@ -26,8 +26,6 @@ from tests.support.vl_model import VL_MODELS
 
 DENSE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 12, "vocab_size": 1000}
 VISION = {"model_type": "qwen2_5_vl", "text_config": DENSE, "vision_config": {"num_heads": 6, "intermediate_size": 96}}
-DEEPSTACK = published("Qwen3-VL-8B-Instruct")
-DEEPSTACK_MOE = published("Qwen3-VL-30B-A3B-Instruct")
 SPARSE = {**DENSE, "num_experts": 8, "moe_intermediate_size": 96}
 LATENT = {
     **DENSE,
@@ -75,13 +73,6 @@ LATENT = {
             {"pipeline_parallel": 2, "virtual_pipeline": 2},
             "virtual pipeline stages of a model with a vision tower",
         ),
-        (
-            DEEPSTACK,
-            2,
-            {"pipeline_parallel": 2, "first_stage_layers": 2},
-            "has 2 layers, .* feeds the first 3 .DeepStack",
-        ),
-        (DEEPSTACK, 18, {"pipeline_parallel": 18}, "has 2 layers, .* feeds the first 3 .DeepStack"),
         (SPARSE, 3, {"expert_parallel": 3}, "8 experts"),
         (SPARSE, 4, {"expert_parallel": 8}, "1 x 1 = 4|4 x 1 x 1 = 4"),
         (SPARSE, 4, {"expert_parallel": 4, "expert_tensor_parallel": 2}, "4 x 2 = 8"),
@@ -107,7 +98,6 @@ def test_expert_tensor_parallel_of_stacked_experts_is_refused(kind: str) -> None
 def test_layouts_that_divide_are_accepted() -> None:
     check_layout(DENSE, MegatronConfig(tensor_parallel=4, pipeline_parallel=2, context_parallel=2), 32)
     check_layout(DENSE, MegatronConfig(pipeline_parallel=4, first_stage_layers=2, last_stage_layers=4), 4)
-    check_layout(DEEPSTACK, MegatronConfig(pipeline_parallel=12), 12)
     check_layout(SPARSE, MegatronConfig(tensor_parallel=2, expert_parallel=8, expert_tensor_parallel=1), 8)
     check_layout({**DENSE, "kv_lora_rank": 512}, MegatronConfig(tensor_parallel=8), 8)
     assert vocab_divisor(DENSE, MegatronConfig(tensor_parallel=3)) == 3
@@ -125,13 +115,6 @@ GPT_OSS = {
     "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
     "swiglu_limit": 7.0,
 }
-
-
-def deepstack(model: dict[str, Any], section: str, **fields: Any) -> dict[str, Any]:
-    """Return Qwen3-VL's `model` with other fields in a section of its config.json."""
-    return {**model, section: {**model[section], **fields}}
-
-
 GLM = {"model_type": "glm4_moe", "attention_bias": True, "num_experts_per_tok": 8}
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 
@@ -183,25 +166,6 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
         ({**GPT_OSS, "rope_scaling": {**YARN, "mscale": 1.0}}, "mscale, which engines do not read"),
         ({**GPT_OSS, "tie_word_embeddings": True}, "tie_word_embeddings"),
         ({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}, "mxfp4.*megarl convert-weights"),
-        ({**DEEPSTACK, "text_config": None}, "the text model outside text_config"),
-        (deepstack(DEEPSTACK, "text_config", rope_scaling=None), "rotary scaling without mrope_interleaved: true"),
-        (
-            deepstack(DEEPSTACK, "text_config", rope_scaling={"mrope_section": [24, 20, 20]}),
-            "without mrope_interleaved",
-        ),
-        (deepstack(DEEPSTACK, "text_config", rope_scaling=YARN), "rotary scaling 'yarn'"),
-        (deepstack(DEEPSTACK, "text_config", attention_bias=True), "attention_bias"),
-        (deepstack(DEEPSTACK, "text_config", num_hidden_layers=2), "3 layers of DeepStack .* in 2 text layers"),
-        (deepstack(DEEPSTACK, "vision_config", hidden_act="gelu"), "vision_config.hidden_act: gelu"),
-        (deepstack(DEEPSTACK, "vision_config", out_hidden_size=8), "out_hidden_size: 8, not hidden_size"),
-        (
-            deepstack(DEEPSTACK, "vision_config", rope_parameters={"rope_theta": 100.0}),
-            "rope_theta: 100, where engines",
-        ),
-        (deepstack(DEEPSTACK, "vision_config", deepstack_visual_indexes=[8, 4]), "not layers in ascending order"),
-        (deepstack(DEEPSTACK, "vision_config", deepstack_visual_indexes=[27]), "not layers in ascending order"),
-        (deepstack(DEEPSTACK_MOE, "text_config", norm_topk_prob=False), "norm_topk_prob: false"),
-        (deepstack(DEEPSTACK_MOE, "text_config", num_experts_per_tok=1), "num_experts_per_tok: 1"),
         ({**LATENT, "rope_parameters": {"rope_type": "linear"}}, "rotary scaling 'linear'"),
         ({**LATENT, "norm_topk_prob": False}, "norm_topk_prob"),
         ({**LATENT, "num_experts_per_tok": 1}, "num_experts_per_tok: 1"),
@@ -230,8 +194,6 @@ def test_supported_models_are_accepted() -> None:
     check_model({"model_type": "llama", "tie_word_embeddings": True, "hidden_act": "silu"})
     check_model({**GLM, "n_group": 1, "use_qk_norm": True, "quantization_config": None, "partial_rotary_factor": 0.5})
     check_model({**VISION, "text_config": {**DENSE, "model_type": "qwen2_5_vl_text"}})
-    check_model(DEEPSTACK)
-    check_model(DEEPSTACK_MOE)
     check_model(GPT_OSS)
     check_model({name: value for name, value in GPT_OSS.items() if name in ("model_type", "rope_scaling")})
 

@@ -11,8 +11,7 @@ from typing import Any
 from megarl.hf.config import text_fields
 from megarl.hf.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from megarl.hf.families.family import Family
-from megarl.hf.families.glm4_moe import GLM4_MOE
-from megarl.hf.families.glm4_moe_lite import GLM4_MOE_LITE
+from megarl.hf.families.glm4_moe import GLM4_MOE, GLM4_MOE_LITE
 from megarl.hf.families.gpt_oss import GPT_OSS
 from megarl.hf.families.llama import LLAMA
 from megarl.hf.families.mixtral import MINIMAX_M2, MIXTRAL

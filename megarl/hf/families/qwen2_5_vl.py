@@ -5,18 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.hf.families.family import Family
-from megarl.hf.families.rows import ATTENTION, DENSE, MODEL, prefixed, row
-from megarl.hf.families.slices import Config, copy, gate_up, tower_qkv
-
-TOWER_LAYER = (
-    row(copy, "self_attention.linear_qkv.layer_norm_weight", "norm1.weight"),
-    row(tower_qkv, "self_attention.linear_qkv.weight", "attn.qkv.weight"),
-    row(tower_qkv, "self_attention.linear_qkv.bias", "attn.qkv.bias"),
-    row(copy, "self_attention.linear_proj.weight", "attn.proj.weight"),
-    row(copy, "self_attention.linear_proj.bias", "attn.proj.bias"),
-    row(copy, "mlp.linear_fc1.layer_norm_weight", "norm2.weight"),
-)
-"""Rows of a layer of the vision tower, without its MLP. Qwen3-VL's have the same names."""
+from megarl.hf.families.rows import ATTENTION, DENSE, MODEL, TOWER_LAYER, prefixed, row
+from megarl.hf.families.slices import Config, copy, gate_up
 
 _TOWER = prefixed(
     (

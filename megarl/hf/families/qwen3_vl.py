@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megarl.hf.families.family import Family, Refusals
 from megarl.hf.families.qwen import QWEN3, QWEN3_MOE, every_few
-from megarl.hf.families.qwen2_5_vl import TOWER_LAYER
-from megarl.hf.families.rows import ATTENTION, DENSE, EXPERTS, MODEL, TableRow, in_layers, prefixed, row, under
+from megarl.hf.families.rows import (
+    ATTENTION,
+    DEEPSTACK_TOWER,
+    DENSE,
+    MODEL,
+    TableRow,
+    prefixed,
+    stacked_experts,
+    under,
+)
 from megarl.hf.families.settings import rotary_scaling
-from megarl.hf.families.slices import Config, copy
+from megarl.hf.families.slices import Config
 from megarl.hf.families.stacks import transposed_stack
 
 DEEPSTACK = (8, 16, 24)  # tapped layers of the tower if config.json names none
 
-_MLP = tuple(row(copy, name, name) for name in (f"linear_fc{n}.{kind}" for n in (1, 2) for kind in ("weight", "bias")))
-_LAYER = (
-    *TOWER_LAYER,
-    row(copy, "self_attention.linear_qkv.layer_norm_bias", "norm1.bias"),
-    row(copy, "mlp.linear_fc1.layer_norm_bias", "norm2.bias"),
-    *prefixed(_MLP, "mlp.", "mlp."),
-)
-_MERGER = (*(row(copy, f"norm.{kind}", f"norm.{kind}") for kind in ("weight", "bias")), *prefixed(_MLP, "mlp.", ""))
-_TOWER = prefixed(
-    (
-        row(copy, "patch_embed.weight", "patch_embed.proj.weight"),
-        row(copy, "patch_embed.bias", "patch_embed.proj.bias"),
-        row(copy, "pos_embed.weight", "pos_embed.weight"),
-        *prefixed(_LAYER, "layers.{layer}.", "blocks.{layer}."),
-        *prefixed(_MERGER, "merger.", "merger."),
-        *prefixed(_MERGER, "deepstack_layers.{layer}.", "deepstack_merger_list.{layer}."),
-    ),
-    "vision_model.",
-    "model.visual.",
-)
-_STACKED = (
-    *(row for row in EXPERTS if "{expert}" not in row.parameter),
-    *in_layers(
-        row(transposed_stack, "mlp.experts.linear_fc1.weight{expert}", "mlp.experts.gate_up_proj"),
-        row(transposed_stack, "mlp.experts.linear_fc2.weight{expert}", "mlp.experts.down_proj"),
-    ),
-)
-
 
 def _rows(*rows: TableRow) -> tuple[TableRow, ...]:
-    return (*prefixed(under("model.language_model.", rows), "language_model.", ""), *_TOWER)
+    return (*prefixed(under("model.language_model.", rows), "language_model.", ""), *DEEPSTACK_TOWER)
 
 
 def _dense(config: Config) -> dict[str, Any]:
@@ -87,13 +68,10 @@ QWEN3_VL = Family(
     tower=True,
     deepstack=True,
 )
-QWEN3_VL_MOE = Family(
-    _rows(*MODEL, *ATTENTION, *DENSE, *_STACKED),
-    _experts,
+QWEN3_VL_MOE = replace(
+    QWEN3_VL,
+    rows=_rows(*MODEL, *ATTENTION, *DENSE, *stacked_experts(transposed_stack)),
+    settings=_experts,
     sparse=every_few,
     unsupported=_unsupported_with_experts,
-    rotary=("default",),
-    prefix="language_model.",
-    tower=True,
-    deepstack=True,
 )
