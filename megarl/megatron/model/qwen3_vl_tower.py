@@ -104,7 +104,7 @@ class VisionTower(MegatronModule):
         hidden = (hidden + self._positions(places, sizes).to(hidden.dtype)).unsqueeze(1)
         angles = patch_angles(places, self.config.kv_channels).to(device)[:, None, None]
         params = _attend_within([rows * columns for _, rows, columns in sizes], device)
-        features = []
+        features: list[torch.Tensor] = []
         for number, layer in enumerate(self.layers):
             hidden = self._run(layer, hidden, angles, params)
             if number in self.taps:
