@@ -50,7 +50,7 @@ def test_cuda_recipes_pass_the_checks_of_all_recipes(path: Path, check: Callable
 @pytest.mark.parametrize("path", PATHS, ids=IDS)
 def test_the_hardware_is_in_the_table_of_devices(path: Path) -> None:
     recipe = load_recipe(path)
-    assert recipe.cluster.device == "cuda" and offloads(recipe)
+    assert recipe.cluster.device == "cuda" and offloads(recipe) == (recipe.cluster.placement == "colocated")
     device = device_named(DEVICES_OF[row_of(path).hardware])
     assert device.kind == "cuda" and device.per_node == row_of(path).per_node
 

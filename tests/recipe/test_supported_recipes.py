@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from docs.generate.supported_recipes import PAGE, Row, document, rows
+from docs.generate.verl_rows import VERL_ROWS
 from megarl import load_recipe
 from megarl.algorithms.advantages import uses_critic
 from megarl.batching.flops import model_flops
 from megarl.cluster.device_map import Demand, place
 from megarl.hf import published
 from megarl.hf.config import text_fields
+from megarl.hf.families import has_zero_centered_norms
 from megarl.hf.families.check import check_model
 from megarl.hf.shape import model_shape
 from megarl.megatron.extra_settings import check_extra
@@ -183,6 +185,15 @@ def test_flops_of_each_model_can_be_counted() -> None:
 def test_an_unknown_model_is_named_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"'Qwen3-8b'.*Nearest: Qwen3-8B"):
         published.read("Qwen3-8b")
+
+
+def test_each_row_of_verls_table_has_a_recipe_or_a_reason() -> None:
+    """A recipe that is renamed, or a row that is left out, shows here; so does a family that is refused no longer."""
+    assert len(VERL_ROWS) == len({row.number for row in VERL_ROWS}) == 41
+    assert all(row.recipe in ROWS or (not row.recipe and row.remark) for row in VERL_ROWS)
+    for number, name in (("35", "Qwen3.5-27B"), ("36", "Qwen3.5-35B-A3B"), ("38", "Qwen3-Next-80B-A3B-Instruct")):
+        row = next(row for row in VERL_ROWS if row.number == number)
+        assert ("MindSpeed" in row.remark) == has_zero_centered_norms(published.read(name))
 
 
 def test_page_is_up_to_date() -> None:
