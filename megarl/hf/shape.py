@@ -133,7 +133,7 @@ def with_experts_of(config: Config, count: int) -> Config:
 def whole_experts(hf_config: Config) -> int:
     """Count the elements of the experts that each engine rank collects whole, of all layers, during a sharded update.
 
-    0 for models whose engines need only slices. Biases count.
+    Biases are included. 0 if engines need only slices.
     """
     family, config = family_of(hf_config), text_fields(hf_config)
     if not family.whole_experts:
