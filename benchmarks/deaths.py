@@ -60,7 +60,7 @@ PROCESSES = {
 }
 PROCESSES["all"] = [name for names in PROCESSES.values() for name in names]
 KINDS = {"kill": 3, "close": 2, "stop": 1, "hang": 1, "disk": 1, "shm": 1}  # with their shares
-# The process whose stack shows a moment, and a function of it.
+# Moments that a process's stack shows: the process, and a function of it.
 STACKS = {
     "decode": ("engine", r"model_executor/|execute_model|llm_engine"),
     "training": ("trainer-0", r"train_step|update_actor"),
@@ -155,12 +155,12 @@ class Run:
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes of the run that live, in whatever session."""
-        found = []
+        living = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    living.append(process)
+        return living
 
     def wait(self, state: str, reached: Callable[[], bool], seconds: float = WHOLE_SECONDS) -> None:
         """Raises Violation if the command ends or the state is not reached."""

@@ -23,7 +23,7 @@ class StepWatch:
         self._seconds = limit / LOOKS if limit else math.inf  # between two looks
         self._first_looks = max(LOOKS, math.ceil(first_limit / self._seconds)) if limit else LOOKS
         self._seen: dict[Member, tuple[int | None, int]] = {}  # the last step seen, and the looks that saw it again
-        self._asked: dict[Member, Future[int | None]] = {}
+        self._pending: dict[Member, Future[int | None]] = {}
         self._next = 0.0
 
     def look(self, engines: Sequence[Member], ask: Callable[[int], Future[int | None]]) -> dict[Member, str]:
@@ -34,17 +34,17 @@ class StepWatch:
         if time.monotonic() < self._next:
             return {}
         self._next = time.monotonic() + self._seconds
-        asked, self._asked, hung = self._asked, {}, dict[Member, str]()
+        pending, self._pending, hung = self._pending, {}, dict[Member, str]()
         for engine in engines:
-            reply = asked.get(engine)
+            reply = pending.get(engine)
             answered = reply is not None and reply.done()
             if reply is not None and not (answered and reply.exception()):  # a call that fails is noticed elsewhere
                 cause = self.record(engine, reply.result() if answered else None, answered=answered)
                 if cause is not None:
                     hung[engine] = cause
                     continue
-            self._asked[engine] = ask(engine[0]) if reply is None or answered else reply
-        self._seen = {engine: seen for engine, seen in self._seen.items() if engine in self._asked}
+            self._pending[engine] = ask(engine[0]) if reply is None or answered else reply
+        self._seen = {engine: seen for engine, seen in self._seen.items() if engine in self._pending}
         return hung
 
     def record(self, engine: Member, step: int | None, *, answered: bool) -> str | None:
@@ -55,6 +55,6 @@ class StepWatch:
         self._seen[engine] = step, looks
         if looks < (self._first_looks if step == 1 else LOOKS):
             return None
-        what = f"its step {step} has not ended" if answered else "its process has not answered"
+        state = f"its step {step} has not ended" if answered else "its process has not answered"
         key = "start_timeout, for the first step" if step == 1 else "step_timeout"
-        return f"it hangs: {what} for {looks * self._seconds:.0f} s (rollout.{key})"
+        return f"it hangs: {state} for {looks * self._seconds:.0f} s (rollout.{key})"
