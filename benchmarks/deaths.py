@@ -1,6 +1,7 @@
 """Inject faults into one run that goes on, and check that it trains each group exactly once and leaves nothing behind.
 
-    python -m benchmarks.deaths [--faults 20] [--victims all] [--kinds ...] [--moments ...] [--rule refresh] [--seed 0] [--out runs/deaths]
+    python -m benchmarks.deaths [--faults 20] [--victims all] [--kinds ...] [--moments ...] [--rule refresh] [--seed 0] [--limit 900]
+        [--out runs/deaths]
 
 A tiny model trains with two trainers and three engines. Whatever dies starts again while the run goes on: engines
 (`rollout.min_engines`), trainers (`train.trainer_restarts`), and all of it after the death of the controller (`train.restarts`,
@@ -50,7 +51,6 @@ from megarl.commands.data.quickstart import prepare_quickstart
 T = TypeVar("T")
 
 ENGINES, TRAINERS = 3, 2
-WHOLE_SECONDS = 900.0  # until the run is whole again
 MOMENT_SECONDS = 20.0  # until a moment comes; then the fault hits any other
 MARK = "MEGARL_FAULTS"  # in the environment of every process of the run
 PROCESSES = {
@@ -108,8 +108,8 @@ def schedule(
 
 def settings(out: Path, rule: str) -> list[str]:
     more = {
-        "rollout.engines": ENGINES, "rollout.min_engines": 1, "rollout.step_timeout": 30, "train.save_every": 20,
-        "train.grace_seconds": 60, "cluster.trainers": TRAINERS, "cluster.stall": 60, "train.trainer_restarts": 3, "train.restarts": 3,
+        "rollout.engines": ENGINES, "rollout.min_engines": 1, "rollout.step_timeout": 60, "train.save_every": 20,
+        "train.grace_seconds": 60, "cluster.trainers": TRAINERS, "cluster.stall": 60, "train.trainer_restarts": 3, "train.restarts": 8,
         "train.journal": "true", "reward.function": "benchmarks.injection:slow_letters",
     }  # fmt: skip
     base_settings = [each for each in settings_of(out, rule) if each.partition("=")[0] not in more]
@@ -119,8 +119,8 @@ def settings(out: Path, rule: str) -> list[str]:
 class Run:
     """The run that is hit. `disk`: holds its directory, and nothing else."""
 
-    def __init__(self, out: Path, rule: str) -> None:
-        self.out, self.disk, self.scoring, self.rule = out, out / "disk", out / "scoring", rule
+    def __init__(self, out: Path, rule: str, limit: float) -> None:
+        self.disk, self.scoring, self.rule, self.limit = out / "disk", out / "scoring", rule, limit
         self.scoring.mkdir()
         self.log, self.mark = out / "output.log", uuid.uuid4().hex
 
@@ -149,9 +149,9 @@ class Run:
             return pid_of(self.disk, name)
         return 0
 
-    def restarts(self) -> int:
-        """Return how often the command has started the run again."""
-        return self.log.read_text(errors="replace").count("the run is started again")
+    def output(self, begin: int) -> str:
+        """Return the output of the command from this byte on."""
+        return self.log.read_bytes()[begin:].decode(errors="replace")
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes of the run that live, in whatever session."""
@@ -162,8 +162,9 @@ class Run:
                     living.append(process)
         return living
 
-    def wait(self, state: str, reached: Callable[[], bool], seconds: float = WHOLE_SECONDS) -> None:
+    def wait(self, state: str, reached: Callable[[], bool], seconds: float | None = None) -> None:
         """Raises Violation if the command ends or the state is not reached."""
+        seconds = seconds or self.limit
         deadline = time.monotonic() + seconds
         while not reached():
             if self.process.poll() is not None:
@@ -226,9 +227,11 @@ def inject(run: Run, fault: Fault) -> tuple[dict[str, int], str]:
     return hit, fault.moment if is_met else "any"
 
 
-def wait_until_whole(run: Run, fault: Fault, hit: dict[str, int]) -> str:
-    """Wait until the run has new steps, with all engines and without the processes that were hit. Returns how it got there."""
-    restarts, output = run.restarts(), run.log.stat().st_size
+def wait_until_whole(run: Run, fault: Fault, hit: dict[str, int], before: int) -> str:
+    """Wait until the run has new steps, with all engines and without the processes that were hit. Returns how it got there.
+
+    before: bytes of the output before the fault.
+    """
     ends = fault.kind in ("kill", "stop", "hang")
     started_again = False
 
@@ -248,16 +251,14 @@ def wait_until_whole(run: Run, fault: Fault, hit: dict[str, int]) -> str:
             run.wait("whole", has_steps)
             break
         except Violation:
-            with run.log.open("rb") as log:
-                log.seek(output)
-                names_disk = b"No space left" in log.read()
+            names_disk = re.search("disk is full|No space left", run.output(before))
             if fault.kind != "disk" or run.process.poll() != 1 or not names_disk or started_again:
                 raise
             run.start()
             started_again = True
     if started_again:
         return "command started again"
-    if run.restarts() == restarts:
+    if "the run is started again" not in run.output(before):
         return "went on"
     if ends and "controller" not in hit:
         raise Violation(f"the run has started again after {fault}; see {run.log}")
@@ -271,7 +272,7 @@ def check_end(run: Run) -> dict[str, float]:
         if more is not None:
             run.start(more)
         try:
-            ended = run.process.wait(WHOLE_SECONDS)
+            ended = run.process.wait(run.limit)
         except subprocess.TimeoutExpired as error:
             raise Violation(f"the run does not end; see {run.log}") from error
         _, alive = psutil.wait_procs(run.processes(), END_SECONDS)
@@ -308,17 +309,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--moments", choices=MOMENTS, nargs="+", default=list(MOMENTS))
     parser.add_argument("--rule", choices=("drain", "refresh", "keep"), default="refresh")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds until the run is whole again")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "deaths")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the run, too
     out = options.out.absolute()
     out.mkdir(parents=True)
     if {"disk", "shm"} & {*options.kinds}:
         mount_private((out / "disk", "1g"), (Path("/dev/shm"), "1g"))
-    run = Run(out, options.rule)
+    run = Run(out, options.rule, options.limit)
     prepare_quickstart(run.disk / "quickstart", seed=0)
     faults: list[dict[str, Any]] = []
     try:
@@ -329,10 +332,11 @@ def main() -> None:
             if len(faults) >= options.faults:
                 break
             step = len(run.lines()) + 1
+            before = run.log.stat().st_size
             hit, moment = inject(run, fault)
             print(f"step {step}: {fault}, at {moment}: {hit}", flush=True)
             began = time.monotonic()
-            outcome = wait_until_whole(run, fault, hit)
+            outcome = wait_until_whole(run, fault, hit, before)
             seconds = round(time.monotonic() - began, 1)
             faults.append(
                 {
