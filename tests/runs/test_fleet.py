@@ -84,7 +84,9 @@ def test_an_engine_that_hangs_without_being_stopped_is_replaced(started: Callabl
     run.wait_for_steps(2)
     tracer = hang(pid := pid_in_log(run.directory, "engine1"))
     wait_for(run, "fleet/deaths", 1.0)
-    assert tracer.wait(60) == 0 and not psutil.pid_exists(pid), "the hung process must not live on beside its successor"
+    assert tracer.wait(60) == 0 and not psutil.pid_exists(pid), (
+        "its process must end, since its successor takes its device"
+    )
     wait_for(run, "fleet/serving", 2.0)
     run.wait_for_steps(len(metrics(run.directory)) + 2)
     run.process.send_signal(signal.SIGTERM)
