@@ -116,6 +116,10 @@ class EngineHandle(ServiceHandle):
         """Return a future that ends when the engine has ended, and raises if it has failed."""
         return self._call(RolloutServer.watch)
 
+    def running_step(self) -> Future[int | None]:
+        """Return the number of the step that runs, from 1; None between steps."""
+        return self._call(RolloutServer.running_step)
+
     def outages(self, seen: int) -> Future[tuple[int, list[Outage]]]:
         """Return the number of changes so far and the services that are down; the result comes when this number is not `seen`."""
         return self._call(RolloutServer.outages, seen)

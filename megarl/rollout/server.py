@@ -267,6 +267,10 @@ class RolloutServer:
         """Return when the engine has been shut down; raise as soon as it has failed."""
         await asyncio.to_thread(self.engine.watch)
 
+    async def running_step(self) -> int | None:
+        """Return the number of the engine's step that runs, from 1; None between steps."""
+        return self.engine.running_step
+
     async def outages(self, seen: int) -> tuple[int, list[Outage]]:
         """Return the number of changes so far and the services that are down, as soon as this number is not `seen`."""
         return await self.gates.outages(seen)
