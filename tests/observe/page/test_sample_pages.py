@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megarl.commands.view.sample_pages import SETTLED, SampleFiles, SampleFilter, sample_page
 from megarl.observe.json_lines import json_line
+from megarl.observe.page.sample_pages import SETTLED, SampleFiles, SampleFilter, sample_page
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import sample_path, write_samples
 
@@ -59,7 +59,7 @@ def test_filters(run_dir: RunDirectory, conditions: dict[str, Any], expected: li
 
 
 def test_pages_go_back_in_time_and_each_sample_comes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.commands.view.sample_pages.PAGE", 3)
+    monkeypatch.setattr("megarl.observe.page.sample_pages.PAGE", 3)
     run_dir = RunDirectory(tmp_path)
     for step in (1, 2, 4):
         write_samples(run_dir, step, RECORDS, 100)

@@ -40,8 +40,20 @@ function content(data, run) {
     data.gaps.length ? h("ul", { class: "gaps" }, data.gaps.map((text) => h("li", {}, text))) : null,
     h("div", { class: "figures" }, figures),
     data.faults.length ? h("h3", {}, "Faults") : null,
+    data.faults.length ? h("p", { class: "note" }, "Starts that failed or were killed, and deaths of engines and trainers in a run that went on.") : null,
     data.faults.length
       ? h("ul", { class: "list" }, data.faults.map((fault) => h("li", { class: "warning" }, h("span", { class: "when" }, [clock(fault.time), fault.step === null ? "" : `step ${fault.step}`, fault.event].filter(Boolean).join(" · ")), ` ${fault.cause ?? "unknown cause"}`)))
       : null,
+    ...provenance(data.provenance),
   ].filter(Boolean);
+}
+
+function provenance(lines) {
+  if (!lines.length) return [];
+  const rows = lines.map(([label, value]) => h("tr", {}, h("th", { scope: "row" }, label), h("td", {}, value)));
+  return [
+    h("h3", {}, "Provenance"),
+    h("p", { class: "note" }, "Of the last start. `megarl reproduce` compares it with an installation, and repeats the run."),
+    h("table", { class: "provenance" }, h("tbody", {}, rows)),
+  ];
 }

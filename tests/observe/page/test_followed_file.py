@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.commands.view.followed_file import FollowedFile, line_at, lines_from
+from megarl.observe.page.followed_file import FollowedFile, line_at, lines_from
 from tests.support.bytes_read import BytesRead
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.view.followed_file import line_at, lines_from
+from megarl.observe.page.followed_file import line_at, lines_from
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import sample_path
 
@@ -109,13 +109,13 @@ def sample_page(
         path = sample_path(run_dir, step)
         begin = start[1] if step == start[0] else 0
         try:
-            for members in _groups(path, begin, page):
+            for members in read_groups(path, begin, page):
                 if accepted >= PAGE or page.bytes_read >= PAGE_BYTES:
                     page.next = (step, members[0][0])
                     return page
                 page.looked_at += len(members)
                 page.bytes_read += sum(len(line) + 1 for _, line, _ in members)
-                if group := _accepted_group(step, members, conditions):
+                if group := accepted_group(step, members, conditions):
                     accepted += len(group["samples"])
                     page.groups.append(group)
         except FileNotFoundError:
@@ -127,7 +127,7 @@ Member = tuple[int, bytes, dict[str, Any]]
 """Offset, line and record of a sample."""
 
 
-def _groups(path: Path, offset: int, page: SamplePage) -> Iterator[list[Member]]:
+def read_groups(path: Path, offset: int, page: SamplePage) -> Iterator[list[Member]]:
     """Yield runs of adjacent samples with the same group number; names damaged lines in `page`."""
     members: list[Member] = []
     for begin, line in lines_from(path, offset):
@@ -146,7 +146,8 @@ def _groups(path: Path, offset: int, page: SamplePage) -> Iterator[list[Member]]
         yield members
 
 
-def _accepted_group(step: int, members: Sequence[Member], conditions: SampleFilter) -> dict[str, Any] | None:
+def accepted_group(step: int, members: Sequence[Member], conditions: SampleFilter) -> dict[str, Any] | None:
+    """Return a group as in `SamplePage.groups`; None if no sample of it passes `conditions`."""
     records = [record for _, _, record in members]
     if not conditions.accepts_group(records):
         return None

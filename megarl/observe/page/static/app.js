@@ -1,12 +1,13 @@
 // The frame of the page: runs, tabs, following.
 
 import { get } from "./api.js";
-import { ago, h } from "./dom.js";
+import { ago, clock, h } from "./dom.js";
 import { createCurves } from "./curves.js";
 import { createNotices } from "./notices.js";
 import { createOverview } from "./overview.js";
 import { createRecipe } from "./recipe.js";
 import { createSamples } from "./samples.js";
+import { createSources } from "./sources.js";
 import { createSystem } from "./system.js";
 import { createTime } from "./time.js";
 
@@ -17,6 +18,7 @@ const PAGES = {
   curves: ["Curves", createCurves],
   time: ["Time", createTime],
   samples: ["Samples", createSamples],
+  sources: ["Sources", createSources],
   system: ["System", createSystem],
   notices: ["Notices", createNotices],
   recipe: ["Recipe", createRecipe],
@@ -45,6 +47,7 @@ const app = {
 let current = "";
 let page = null;
 let follow = false;
+let frozenAt = null; // when report.html was written; null: the page has a server
 
 function open() {
   const [name, query] = location.hash.slice(1).split("?");
@@ -52,7 +55,10 @@ function open() {
   app.params = new URLSearchParams(query || "");
   current = next;
   page?.close?.();
-  for (const link of byId("tabs").children) link.setAttribute("aria-current", link.dataset.page === next ? "page" : "false");
+  for (const link of byId("tabs").children) {
+    link.setAttribute("aria-current", link.dataset.page === next ? "page" : "false");
+    if (link.dataset.page === next) link.scrollIntoView({ block: "nearest", inline: "center" });
+  }
   const root = h("div", { class: `page ${next}` });
   byId("page").replaceChildren(root);
   page = PAGES[next][1](root, app);
@@ -94,6 +100,10 @@ function drawConnection(error) {
     place.textContent = error.status === 403 ? "the token is no longer valid" : "megarl view does not answer";
     return;
   }
+  if (frozenAt) {
+    place.textContent = `report of ${clock(frozenAt)}`;
+    return;
+  }
   const written = Math.max(...app.runs.map((run) => app.states.get(run.id)?.written ?? 0));
   place.textContent = written ? `written ${ago(Date.now() / 1000 - written)}` : "";
 }
@@ -130,9 +140,11 @@ async function loop() {
 }
 
 async function start() {
-  const { runs, follow: initially } = await get("runs");
+  const { runs, follow: initially, written = null } = await get("runs");
   app.runs = runs;
   follow = initially;
+  frozenAt = written;
+  byId("follow").parentElement.hidden = Boolean(frozenAt);
   byId("follow").checked = follow;
   byId("follow").addEventListener("change", () => {
     follow = byId("follow").checked;
@@ -154,7 +166,7 @@ async function start() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page?.redraw?.());
   await look();
   drawRuns();
-  loop();
+  if (!frozenAt) loop();
 }
 
 start().catch((error) => {

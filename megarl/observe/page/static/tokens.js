@@ -37,7 +37,7 @@ export function tokenPanel(record) {
     const finite = numbers.filter((x) => x !== null && Number.isFinite(x));
     const most = finite.reduce((a, x) => Math.max(a, Math.abs(x)), 0) || 1;
     const [low, high] = [finite.reduce((a, x) => Math.min(a, x), Infinity), finite.reduce((a, x) => Math.max(a, x), -Infinity)];
-    note.textContent = `${title}: ${meaning}. ${finite.length ? `From ${number(low)} to ${number(high)} over ${number(finite.length)} tokens in the loss` : "No token is in the loss"}; crossed out: not sampled by the policy or not in the loss.${absent.length ? ` Not recorded: ${absent.join(", ")}.` : ""}`;
+    note.textContent = `${title}: ${meaning}. ${finite.length ? `From ${number(low)} to ${number(high)} over ${number(finite.length)} tokens in the loss` : "No token is in the loss"}; crossed out: not sampled by the policy or not in the loss.${absent.length ? ` Not recorded: ${absent.join(", ")}.` : ""}${recorded.left_out ? ` The first ${number(tokens.length)} of ${number(tokens.length + recorded.left_out)} recorded tokens; tokens/ has all.` : ""}`;
     const share = (x) => {
       if (kind === "diverging") return x / most;
       if (kind === "ratio") return Math.max(-1, Math.min(1, Math.log(x) / (Math.log(Math.max(high, 1 / Math.max(low, 1e-6))) || 1)));

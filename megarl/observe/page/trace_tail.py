@@ -6,7 +6,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.view.followed_file import FollowedFile
+from megarl.observe.page.followed_file import FollowedFile
 from megarl.observe.trace import parse_event
 
 TAIL = 4 << 20  # bytes read at the first look

@@ -4,15 +4,16 @@ import { get } from "./api.js";
 import { debounce, h, number } from "./dom.js";
 
 export function createRecipe(root, app) {
-  let data = { names: [], rows: [] };
+  let data = { names: [], texts: [], rows: [] };
   const words = h("input", { type: "search", placeholder: "key or value", "aria-label": "Key or value", value: app.params.get("text") || "" });
   const different = h("input", { type: "checkbox", checked: app.params.get("same") !== "shown" });
   const count = h("p", { class: "note" });
   const table = h("table", { class: "settings" });
+  const files = h("div");
   const option = h("label", {}, different, " only differences");
   words.addEventListener("input", debounce(draw, 150));
   different.addEventListener("change", draw);
-  root.append(h("div", { class: "controls" }, words, option), count, h("div", { class: "scroll" }, table));
+  root.append(h("div", { class: "controls" }, words, option), count, h("div", { class: "scroll" }, table), files);
 
   function draw() {
     const several = data.names.length > 1;
@@ -33,6 +34,10 @@ export function createRecipe(root, app) {
     );
   }
 
-  get("recipes").then((answer) => { data = answer; draw(); }, (error) => { count.textContent = error.message; });
+  get("recipes").then((answer) => {
+    data = answer;
+    files.replaceChildren(...data.texts.map((text, i) => h("details", {}, h("summary", {}, `recipe.resolved.yaml of ${data.names[i]}`), h("pre", {}, text))));
+    draw();
+  }, (error) => { count.textContent = error.message; });
   return {};
 }

@@ -10,6 +10,7 @@ const PAGES_AT_ONCE = 4; // pages without a match that are read before the reade
 export function createSamples(root, app) {
   let run = app.runs.find(({ id }) => String(id) === app.params.get("run")) ?? app.shown[0];
   let steps = [];
+  let remark = ""; // which samples a report has
   let asked = 0; // number of the newest question: answers to older ones are dropped
   let following = !app.params.get("step"); // stays at the newest step until another is chosen
   const pick = choice("Run", app.runs.map(({ id, label }) => [String(id), label]), String(run.id), (id) => {
@@ -60,7 +61,7 @@ export function createSamples(root, app) {
 
   async function open() {
     try {
-      steps = (await get(`runs/${run.id}/sample_steps`)).steps;
+      ({ steps, note: remark = "" } = await get(`runs/${run.id}/sample_steps`));
     } catch (error) {
       note.textContent = error.message;
       return;
@@ -97,7 +98,7 @@ export function createSamples(root, app) {
       return;
     }
     const shown = list.querySelectorAll("[role=option]").length;
-    note.textContent = [`${plural(shown, "sample")} of the ${number(looked)} looked at.`, start ? "" : "These are all up to this step.", ...damaged].filter(Boolean).join(" ");
+    note.textContent = [`${plural(shown, "sample")} of the ${number(looked)} looked at.`, start ? "" : "These are all up to this step.", remark, ...damaged].filter(Boolean).join(" ");
     if (start) {
       const more = h("button", { type: "button", class: "more", onclick: () => { more.remove(); load({ start, looked, damaged }); } }, `continue at step ${number(start[0])}`);
       list.append(more);
@@ -171,14 +172,15 @@ export function createSamples(root, app) {
 
   const keys = (event) => {
     if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
-    const act = { j: () => choose(1), k: () => choose(-1), ArrowDown: () => choose(1), ArrowUp: () => choose(-1), "[": () => move(-1), "]": () => move(1) }[event.key];
+    const act = { j: () => choose(1), k: () => choose(-1), ArrowDown: () => choose(1), ArrowUp: () => choose(-1), "[": () => move(-1), "]": () => move(1), "/": () => text.focus() }[event.key];
     if (!act) return;
     event.preventDefault();
     act();
   };
-  root.addEventListener("keydown", keys);
+  document.addEventListener("keydown", keys);
   open();
   return {
+    close: () => document.removeEventListener("keydown", keys),
     update(changed) {
       if (!changed.get(run.id)?.has("samples")) return;
       get(`runs/${run.id}/sample_steps`).then((answer) => {

@@ -44,6 +44,7 @@ function conversation(turns) {
   let replies = 0;
   return turns.map((turn) => {
     if (turn.role === "tool") return toolTurn(turn);
+    if (turn.role === "left out") return h("p", { class: "note" }, turn.text);
     replies += 1;
     const parts = String(turn.text ?? "").split(WRITTEN_CALL).filter((text) => text.trim());
     return h("div", { class: "turn" },
@@ -56,7 +57,7 @@ function conversation(turns) {
 // A tool's turn, folded: its first line has the call, its duration and its failure.
 function toolTurn(turn) {
   const plain = (value) => (typeof value === "string" ? value : JSON.stringify(value));
-  const args = Object.entries(turn.arguments ?? {});
+  const args = Array.isArray(turn.arguments) ? turn.arguments : Object.entries(turn.arguments ?? {});
   const call = args.map(([name, value]) => `${name}: ${plain(value)}`).join(", ").replace(/\s+/g, " ");
   const figures = [turn.seconds ? `${number(turn.seconds)} s` : "", turn.tokens ? plural(turn.tokens, "token") : "", turn.reward ? `reward ${number(turn.reward)}` : ""].filter(Boolean);
   return h("details", { class: `call${turn.failure ? " failed" : ""}` },

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.view.followed_file import FollowedFile
-from megarl.commands.view.metrics_table import MAX_DAMAGED, MetricsTable
-from megarl.commands.view.sample_pages import SampleFiles, SampleFilter, SamplePage, read_sample, sample_page
-from megarl.commands.view.trace_tail import TraceTail
-from megarl.observe.report.data import (
+from megarl.observe.page.charts import present
+from megarl.observe.page.facts import (
     STATUS_TEXTS,
     key_figures,
     parsed_settings,
@@ -23,8 +21,13 @@ from megarl.observe.report.data import (
     time_facts,
     timeline,
 )
+from megarl.observe.page.followed_file import FollowedFile
+from megarl.observe.page.metrics_table import MAX_DAMAGED, MetricsTable
+from megarl.observe.page.sample_pages import SampleFiles, SampleFilter, SamplePage, read_sample, sample_page
+from megarl.observe.page.trace_tail import TraceTail
 from megarl.observe.run_dir import RunDirectory
-from megarl.observe.sessions import faults
+from megarl.observe.sessions import faults, provenance_lines
+from megarl.observe.sources import limit_sources, report_tables
 from megarl.observe.token_values import read_token_values
 
 PROBE_SECONDS = 5.0  # between two looks at the run's lock
@@ -79,9 +82,7 @@ class ViewedRun:
             gaps += [*self._metrics.damaged, *self._damaged_notices]
             status = self._current_status()
             kind, text = STATUS_TEXTS[status]
-            sessions = [session for session in summary.get("sessions") or [] if {"began", "status"} <= set(session)]
-            if sessions and status == "killed":
-                sessions[-1] = {**sessions[-1], "status": "killed"}
+            sessions = self._sessions()
             times = self._metrics.lines(*_TIMES)
             facts = run_facts(times, summary, parsed_settings(recipe), sessions)
             steps = self._samples.steps()
@@ -94,17 +95,43 @@ class ViewedRun:
                 "facts": facts + time_facts(self.run_dir, times, sessions, status),
                 "figures": key_figures(self._metrics.lines(*_FIGURES, "timing_s/step")),
                 "faults": faults(sessions, self._notices),
-                "resumes": [session["first_step"] for session in sessions[1:] if "first_step" in session],
+                "provenance": provenance_lines(sessions),
                 "metrics": self._metrics.names,
                 "sample_steps": [steps[0], steps[-1], len(steps)] if steps else None,
                 "gaps": gaps,
                 "written": self._last_write(),
             }
 
+    def name(self) -> str:
+        """Return the run's name in its summary or recipe; without these, of its folder."""
+        with self._guard:
+            summary, _ = self._read_summary()
+            settings = parsed_settings(_text(self.run_dir.recipe))
+            return str(summary.get("name") or settings.get("name") or self.run_dir.path.resolve().name)
+
     def metric_names(self) -> list[str]:
         with self._guard:
             self._update()
             return self._metrics.names
+
+    def resumes(self) -> list[int]:
+        """Return the first steps of later sessions."""
+        with self._guard:
+            return [int(session["first_step"]) for session in self._sessions()[1:] if "first_step" in session]
+
+    def sources(self) -> dict[str, Any]:
+        """Return the tables of data sources by step."""
+        with self._guard:
+            self._metrics.update()
+            return report_tables(self._metrics.lines("source/*", "eval/*"))
+
+    def report_curves(self) -> tuple[dict[str, Any], str]:
+        """Return the curves of report.html (see `MetricsTable.report_curves`), and a note about curves left out."""
+        with self._guard:
+            self._metrics.update()
+            weights = self._metrics.lines("source/*/samples", "eval/*/problems")
+            names, note = limit_sources(weights, self._metrics.names)
+            return self._metrics.report_curves(names), note
 
     def curves(self, names: list[str], *, smoothing: float, x: str, since: tuple[int, int] | None) -> dict[str, Any]:
         """Return curves of the metrics `names`. since: (epoch, lines) that the page has; None: nothing.
@@ -171,15 +198,15 @@ class ViewedRun:
             values, damage = None, str(error)
         return {**record, "token_values": values, "token_damage": damage}
 
-    def recipes(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return (name, settings) of the run's recipe, then of the recipes of earlier sessions, newest first."""
+    def recipes(self) -> list[tuple[str, str]]:
+        """Return (name, text) of the run's recipe, then of the recipes of earlier sessions, newest first."""
         paths = [self.run_dir.recipe]
         paths += sorted(self.run_dir.path.glob("recipe.resolved.*.yaml"), key=_session_number, reverse=True)
         recipes = []
         for path in paths:
             if (text := _text(path)) is not None:
                 earlier = "" if path == self.run_dir.recipe else f" (earlier session {_session_number(path)})"
-                recipes.append((f"{self.label}{earlier}", parsed_settings(text)))
+                recipes.append((f"{self.label}{earlier}", text))
         return recipes
 
     def _update(self) -> None:
@@ -204,6 +231,13 @@ class ViewedRun:
             elif line.strip() and len(self._damaged_notices) < MAX_DAMAGED:
                 self._damaged_notices.append(f"notices.jsonl, line {self._notice_lines}: not a notice.")
 
+    def _sessions(self) -> list[dict[str, Any]]:
+        summary, _ = self._read_summary()
+        sessions = [session for session in summary.get("sessions") or [] if {"began", "status"} <= set(session)]
+        if sessions and self._current_status() == "killed":
+            sessions[-1] = {**sessions[-1], "status": "killed"}
+        return sessions
+
     def _read_summary(self) -> tuple[dict[str, Any], list[str]]:
         changed = _changed(self.run_dir.summary)
         if changed is None or changed != self._summary[0]:
@@ -227,13 +261,23 @@ class ViewedRun:
         return max(written) / 1e9 if written else None
 
 
-def recipe_table(runs: list[ViewedRun]) -> dict[str, Any]:
-    """Return the settings of all recipes side by side: ``names``, and rows of key and a value per recipe (None: absent)."""
+def chart_list(runs: Sequence[ViewedRun], names: Iterable[str] | None = None) -> dict[str, Any]:
+    """Return the charts of the metrics `names`, these names, and by run the steps at which it was resumed.
+
+    names: by default all metrics of the runs.
+    """
+    if names is None:
+        names = {name for run in runs for name in run.metric_names()}
+    return {"charts": present(names), "names": sorted(names), "resumes": {run.number: run.resumes() for run in runs}}
+
+
+def recipe_table(runs: Sequence[ViewedRun]) -> dict[str, Any]:
+    """Return the settings of all recipes side by side: ``names``, ``texts``, and rows of key and a value per recipe (None: absent)."""
     recipes = [recipe for run in runs for recipe in run.recipes()]
-    flat = [dict(_flat(settings)) for _, settings in recipes]
+    flat = [dict(_flat(parsed_settings(text))) for _, text in recipes]
     keys = list(dict.fromkeys(key for settings in flat for key in settings))
     rows = [{"key": key, "values": [settings.get(key) for settings in flat]} for key in keys]
-    return {"names": [name for name, _ in recipes], "rows": rows}
+    return {"names": [name for name, _ in recipes], "texts": [text for _, text in recipes], "rows": rows}
 
 
 def labels(paths: list[Path]) -> list[str]:

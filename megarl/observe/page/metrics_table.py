@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from megarl.commands.view.followed_file import FollowedFile
 from megarl.observe.metrics import restore_non_finite
-from megarl.observe.report.curves import rounded, thin
+from megarl.observe.page.curves import MAX_POINTS as REPORT_POINTS
+from megarl.observe.page.curves import rounded, thin
+from megarl.observe.page.followed_file import FollowedFile
 
 MAX_POINTS = 4000  # per curve; longer curves keep the smallest and the largest value of each interval
 MAX_DAMAGED = 20  # damaged lines that are named
@@ -112,6 +113,34 @@ class MetricsTable:
         if running is not None:
             curve["smooth"] = [rounded(running[i]) for i in kept]
         return curve
+
+    def report_curves(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return the curves of the metrics `names` for report.html, each thinned to about `REPORT_POINTS` points.
+
+        ``steps`` and ``hours`` have a value per line of which a curve has a point. ``places``: different lists of indices
+        into them. ``metrics``: by name the number of its list of indices, and the values.
+        """
+        kept = {name: self._kept(self._columns[name]) for name in names}
+        used = sorted({number for _, numbers in kept.values() for number in numbers})
+        index = {number: place for place, number in enumerate(used)}
+        places: dict[tuple[int, ...], int] = {}
+        metrics = {}
+        for name, (points, numbers) in kept.items():
+            column = self._columns[name].values
+            number = places.setdefault(tuple(index[line] for line in numbers), len(places))
+            metrics[name] = [number, [rounded(column[point]) for point in points]]
+        hours = self.hours()
+        return {
+            "steps": [int(self.steps[line]) for line in used],
+            "hours": [rounded(hours[line]) for line in used],
+            "places": list(places),
+            "metrics": metrics,
+        }
+
+    @staticmethod
+    def _kept(column: _Column) -> tuple[list[int], list[int]]:
+        points = thin(column.values, REPORT_POINTS)
+        return points, [column.lines[point] for point in points]
 
     def hours(self) -> np.ndarray:
         """Return the sum of the steps' seconds up to each line, in hours: float64 [lines]."""

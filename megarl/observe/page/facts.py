@@ -1,4 +1,4 @@
-"""Data of report.html, read from a run directory. The run may be live, crashed or without a finished step."""
+"""Facts about a run for its page: status, key figures, phases, timeline. The run may be live, crashed or without a finished step."""
 
 from __future__ import annotations
 
@@ -7,22 +7,16 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from statistics import median_high
 from typing import Any
 
 import yaml
 
-from megarl.errors import pluralize
 from megarl.observe.console import clock, short
 from megarl.observe.json_lines import read_lines
-from megarl.observe.metrics import restore_non_finite
-from megarl.observe.report.curves import MAX_POINTS, rounded, series
-from megarl.observe.report.samples import embedded_samples
+from megarl.observe.page.curves import rounded
 from megarl.observe.run_dir import RunDirectory
-from megarl.observe.sessions import effective_time, faults, provenance_lines, time_text
-from megarl.observe.sources import limit_curves, report_tables
-from megarl.observe.trace import read_trace_tail
+from megarl.observe.sessions import effective_time, time_text
 
 MAX_BARS = 120  # in the chart of phase times
 MAX_SPANS = 1500  # in the timeline
@@ -39,92 +33,6 @@ STATUS_TEXTS = {
     "killed": ("bad", "ended without closing (killed, or the machine went down)"),
     "unknown": ("warn", "status unknown"),
 }
-
-
-@dataclass
-class ReportData:
-    """Everything the page needs, as plain JSON types."""
-
-    name: str
-    status: str  # a key of STATUS_TEXTS
-    status_kind: str
-    status_text: str
-    error: str | None
-    facts: list[tuple[str, str]]  # (label, value) under the title
-    figures: list[dict[str, str]]  # key figures: label, value, detail
-    steps: int
-    thinned: bool
-    series: dict[str, dict[str, list[float | None]]]  # metric -> {x, y}
-    series_note: str  # a sentence about curves left out, or ""
-    sources: dict[str, Any]  # tables by step
-    resumes: list[int]  # first steps of later sessions
-    phases: dict[str, Any]
-    timeline: dict[str, Any]
-    samples: list[dict[str, Any]]
-    samples_note: str
-    notices: list[dict[str, Any]]
-    faults: list[dict[str, Any]]  # see `sessions.faults`
-    recipe: str | None
-    provenance: list[tuple[str, str]]  # (label, value) of the last start; [] if it is unknown
-    gaps: list[str] = field(default_factory=list)  # sentences about missing data
-
-
-def collect(run_dir: RunDirectory) -> ReportData:
-    """Read all files of the run. Missing or invalid files are listed in ``gaps``."""
-    gaps: list[str] = []
-    lines = _read_metrics(run_dir, gaps)
-    summary = read_summary(run_dir, gaps)
-    recipe = run_dir.recipe.read_text(errors="replace") if run_dir.recipe.exists() else None
-    if recipe is None:
-        gaps.append("recipe.resolved.yaml is missing.")
-    settings = parsed_settings(recipe)
-    status = run_status(run_dir, summary)
-    kind, text = STATUS_TEXTS[status]
-    spans = read_trace_tail(run_dir.trace)
-    samples, samples_note = embedded_samples(run_dir)
-    curves, curves_note = limit_curves(lines)
-    notices, _ = read_lines(run_dir.notices)
-    sessions = list(summary.get("sessions") or [])
-    if sessions and status == "killed":
-        sessions[-1] = {**sessions[-1], "status": "killed"}
-    return ReportData(
-        name=str(summary.get("name") or settings.get("name") or run_dir.path.resolve().name),
-        status=status,
-        status_kind=kind,
-        status_text=text,
-        error=summary.get("error"),
-        facts=run_facts(lines, summary, settings, sessions) + time_facts(run_dir, lines, sessions, status),
-        figures=key_figures(lines),
-        steps=len(lines),
-        thinned=len(lines) > MAX_POINTS,
-        series=series(curves),
-        series_note=curves_note,
-        sources=report_tables(lines),
-        resumes=[int(session["first_step"]) for session in sessions[1:] if "first_step" in session],
-        phases=phase_times(lines, {span["name"] for span in spans if "inside" in span.get("args", {})}),
-        timeline=timeline(spans),
-        samples=samples,
-        samples_note=samples_note,
-        notices=notices,
-        faults=faults(sessions, notices),
-        recipe=recipe,
-        provenance=provenance_lines(sessions),
-        gaps=gaps,
-    )
-
-
-def _read_metrics(run_dir: RunDirectory, gaps: list[str]) -> list[dict[str, float]]:
-    records, bad = read_lines(run_dir.metrics)
-    if bad:
-        gaps.append(f"{pluralize(bad, 'line')} of metrics.jsonl could not be read (a crash cuts the last one short).")
-    lines = []
-    for record in records:
-        numbers = {name: value for name, value in restore_non_finite(record).items() if isinstance(value, (int, float))}
-        if "step" in numbers:
-            lines.append(numbers)
-    if not lines:
-        gaps.append("metrics.jsonl has no finished step yet.")
-    return lines
 
 
 def read_summary(run_dir: RunDirectory, gaps: list[str]) -> dict[str, Any]:

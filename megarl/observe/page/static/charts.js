@@ -8,9 +8,9 @@ const TOP = 8;
 const BOTTOM = 22;
 export const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3], [1, 2], [12, 4], [4, 2], [10, 2, 4, 2]];
 
-export function niceTicks(low, high, count) {
+export function niceTicks(low, high, count, least = 0) {
   if (!(high > low)) return [low];
-  const raw = (high - low) / count;
+  const raw = Math.max(least, (high - low) / count);
   const size = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((factor) => factor * size).find((value) => value >= raw);
   const ticks = [];
@@ -39,7 +39,7 @@ export function nearest(xs, x) {
 export class Chart {
   // spec: {title, note, tick, log}; onzoom([from, to] or null) replaces the visible range of all charts.
   constructor(spec, { onzoom = null, xLabel = "step", height = 210 } = {}) {
-    Object.assign(this, { spec, onzoom, xLabel, curves: [], bands: [], range: null, marks: [] });
+    Object.assign(this, { spec, onzoom, xLabel, curves: [], bands: [], range: null, marks: [], log: false });
     this.format = formatter(spec.tick || "");
     this.canvas = h("canvas", { class: "plot", role: "img", "aria-label": spec.title });
     this.canvas.style.height = `${height}px`;
@@ -60,6 +60,7 @@ export class Chart {
     this.curves = curves.filter((curve) => curve.x.length);
     this.bands = bands;
     this.marks = marks;
+    this.log = Boolean(this.spec.log) && this.curves.some((curve) => curve.y.some((value) => value > 0)); // it needs a positive value
     this.legend.replaceChildren(
       ...(this.curves.length > 1 ? this.curves : []).map((curve) => {
         const line = h("i", { class: "line" });
@@ -78,22 +79,22 @@ export class Chart {
     const visit = (x, y) => {
       for (let i = 0; i < x.length; i += 1) {
         const value = y[i];
-        if (x[i] < from || x[i] > to || value === null || (this.spec.log && value <= 0)) continue;
+        if (x[i] < from || x[i] > to || value === null || (this.log && value <= 0)) continue;
         if (value < low) low = value;
         if (value > high) high = value;
       }
     };
     for (const curve of this.curves) visit(curve.x, curve.y);
     for (const band of this.bands) { visit(band.x, band.low); visit(band.x, band.high); }
-    if (low > high) [low, high] = this.spec.log ? [0.1, 1] : [0, 1];
-    if (this.spec.log) {
+    if (low > high) [low, high] = this.log ? [0.1, 1] : [0, 1];
+    if (this.log) {
       if (high / low < 1.1) [low, high] = [low / 2, high * 2];
     } else {
       const margin = high > low ? 0.05 * (high - low) : Math.abs(high) * 0.1 || 1;
       const [least, most] = [low, high];
       low -= margin;
       high += margin;
-      if (least >= 0 && low < 0) low = 0;
+      if ((least >= 0 && low < 0) || (this.spec.zero && low > 0)) low = 0;
       if (most <= 0 && high > 0) high = 0;
     }
     return { from, to: to > from ? to : from + 1, low, high };
@@ -116,7 +117,7 @@ export class Chart {
     }
     const bounds = this.bounds();
     const { from, to, low, high } = bounds;
-    const scale = this.spec.log ? Math.log10 : (value) => value;
+    const scale = this.log ? Math.log10 : (value) => value;
     const [bottom, span] = [scale(low), scale(high) - scale(low) || 1];
     this.x = (value) => LEFT + ((value - from) / (to - from)) * (width - LEFT - RIGHT);
     this.y = (value) => height - BOTTOM - ((scale(value) - bottom) / span) * (height - TOP - BOTTOM);
@@ -153,14 +154,15 @@ export class Chart {
     pen.lineWidth = 1;
     pen.textAlign = "right";
     pen.textBaseline = "middle";
-    for (const tick of this.spec.log ? logTicks(low, high) : niceTicks(low, high, 4)) {
+    for (const tick of this.log ? logTicks(low, high) : niceTicks(low, high, 4)) {
       const y = Math.round(this.y(tick)) + 0.5;
       pen.beginPath(); pen.moveTo(LEFT, y); pen.lineTo(width - RIGHT, y); pen.stroke();
       pen.fillText(this.format(tick), LEFT - 6, y);
     }
     pen.textAlign = "center";
     pen.textBaseline = "top";
-    for (const tick of niceTicks(from, to, Math.max(2, Math.floor(width / 90)))) pen.fillText(number(tick), this.x(tick), height - BOTTOM + 5);
+    const least = this.xLabel === "hour" ? 0 : 1; // steps and tokens are whole
+    for (const tick of niceTicks(from, to, Math.max(2, Math.floor(width / 90)), least)) pen.fillText(number(tick), this.x(tick), height - BOTTOM + 5);
     pen.textAlign = "right";
     pen.textBaseline = "alphabetic";
   }
@@ -172,7 +174,7 @@ export class Chart {
     pen.beginPath();
     let open = false;
     for (let i = 0; i < x.length; i += 1) {
-      if (y[i] === null || (this.spec.log && y[i] <= 0)) { open = false; continue; }
+      if (y[i] === null || (this.log && y[i] <= 0)) { open = false; continue; }
       if (open) pen.lineTo(this.x(x[i]), this.y(y[i]));
       else {
         pen.moveTo(this.x(x[i]), this.y(y[i]));

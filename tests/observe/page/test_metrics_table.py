@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.commands.view.metrics_table import MAX_POINTS, MetricsTable, smoothed
 from megarl.observe.metrics import MetricsLog
+from megarl.observe.page.metrics_table import MAX_POINTS, MetricsTable, smoothed
 from megarl.observe.run_dir import RunDirectory
 
 

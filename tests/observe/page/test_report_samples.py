@@ -11,13 +11,24 @@ import numpy as np
 import pytest
 
 from megarl.observe.json_lines import json_line
-from megarl.observe.report.page import write_report
-from megarl.observe.report.samples import MAX_TURNS, TURNS_BYTES, _fair_length, shortened
+from megarl.observe.page import report_samples
+from megarl.observe.page.bundle import static_files, static_text
+from megarl.observe.page.report import write_report
+from megarl.observe.page.report_samples import (
+    MAX_TURNS,
+    TURNS_BYTES,
+    _fair_length,
+    cut_tokens,
+    embedded_samples,
+    shortened,
+    spread,
+)
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import read_samples, sample_records
 from megarl.types import Group, InlineData, Sample, SampleTokens
 from tests.support.agent_run import Words, make_agent_run, tool_group
 from tests.support.html_page import MARKUP, Page
+from tests.support.viewed_runs import make_run
 
 
 def test_a_record_omits_default_values() -> None:
@@ -44,8 +55,8 @@ def test_a_record_omits_default_values() -> None:
 
 def test_turns_become_the_response_of_the_page(tmp_path: Path) -> None:
     make_agent_run(tmp_path, ["openai/gsm8k"])
-    payload = json.loads(Page(write_report(tmp_path)).scripts[0])
-    looped, *_, plain = payload["samples"][-1]["records"]
+    data = json.loads(Page(write_report(tmp_path)).scripts[0])
+    looped, *_, plain = [sample["record"] for sample in data["samples"][0]["samples"]]
     assert [turn["role"] for turn in looped["turns"]] == ["assistant", "tool", "assistant", "tool", "assistant"]
     assert looped["turns"][3]["arguments"] == [["query", ""], ["limit", "3"]]
     assert "response" not in looped, "it is in its turns already"
@@ -60,23 +71,22 @@ def test_texts_of_tools_and_scorers_are_escaped(tmp_path: Path) -> None:
     plain, evil = Page(write_report(tmp_path / "plain")), Page(write_report(tmp_path / "evil"))
     assert [tag for tag, _ in evil.elements] == [tag for tag, _ in plain.elements]
     assert not set("<>&") & set(evil.scripts[0])
-    payload = json.loads(evil.scripts[0])
-    record = payload["samples"][-1]["records"][0]
+    data = json.loads(evil.scripts[0])
+    record = data["samples"][0]["samples"][0]["record"]
     assert MARKUP in record["reason"] and MARKUP in record["turns"][1]["text"]
     assert MARKUP in record["turns"][1]["arguments"][0][1] and MARKUP in record["turns"][0]["text"]
-    sources = [source for source, _ in payload["sources"]["steps"][-1]["tables"][0]["rows"]]
+    sources = [source for source, _ in data["answers"]["runs/0/sources"]["steps"][-1]["tables"][0]["rows"]]
     assert MARKUP in sources
 
 
 def test_the_pages_script_creates_only_text() -> None:
     """The page's script must not write HTML, which would make markup of a sample's text."""
-    folder = Path(__file__).parents[2] / "megarl/observe/templates"
-    scripts = list(folder.glob("*.js.j2"))
-    assert scripts
-    for path in scripts:
+    scripts = [name for name in static_files() if name.endswith(".js")]
+    assert len(scripts) > 10
+    for name in scripts:
         assert not re.search(
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|setHTML|eval\(", path.read_text()
-        ), path
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|setHTML|eval\(", static_text(name)
+        ), name
 
 
 @pytest.mark.parametrize(
@@ -122,3 +132,46 @@ def test_invalid_turns_are_shown_as_far_as_possible() -> None:
     for nothing in (None, [], "text", [3]):
         record = shortened({"response": "r", "turns": nothing})
         assert "turns" not in record and record["response"] == "r"
+
+
+# ---- a selection of steps, samples and tokens
+
+
+def test_groups_keep_the_rewards_of_samples_that_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_samples, "MAX_SAMPLES_A_STEP", 2)
+    make_run(tmp_path, 3)
+    samples = embedded_samples(RunDirectory(tmp_path))
+    assert samples.steps == [1, 2, 3] and [group["step"] for group in samples.groups] == [3, 2, 1]
+    for group in samples.groups:
+        assert len(group["rewards"]) == 4 and len(group["samples"]) == 2
+    assert samples.note.startswith("6 of the 48 samples in 3 of 3 files; samples/ has all.")
+
+
+def test_tokens_have_a_budget_and_the_page_names_those_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path, 4)
+    first = [group for group in embedded_samples(RunDirectory(tmp_path)).groups if group["group"] % 4 == 0]
+    assert all("token_values" in sample["record"] for group in first for sample in group["samples"])
+    monkeypatch.setattr(report_samples, "TOKENS_BYTES", 6_000)
+    samples = embedded_samples(RunDirectory(tmp_path))
+    first = [group for group in samples.groups if group["group"] % 4 == 0]
+    have = ["token_values" in sample["record"] for group in first for sample in group["samples"]]
+    assert have[:4] == [True] * 4 and not all(have), "the newest step has its tokens"
+    assert f"Tokens of {sum(have)} samples; tokens/ has all." in samples.note
+    damage = [sample["record"].get("token_damage") for group in first for sample in group["samples"]]
+    assert all((text is None) == kept for text, kept in zip(damage, have, strict=True))
+
+
+def test_long_responses_have_their_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_samples, "MAX_TOKENS", 3)
+    record = {"group": 1, "index": 0, "tokens": list("abcde"), "values": {"mask": [1, 1, 1, 0, 1], "odd": 3}}
+    assert cut_tokens(record) == {"tokens": ["a", "b", "c"], "values": {"mask": [1, 1, 1]}, "left_out": 2}
+    assert cut_tokens({"tokens": None}) == {}
+
+
+@pytest.mark.parametrize(
+    ("count", "order"), [(0, []), (1, [0]), (2, [1, 0]), (4, [3, 1, 2, 0]), (7, [6, 3, 0, 5, 4, 2, 1])]
+)
+def test_steps_are_taken_from_the_newest_and_then_spread(count: int, order: list[int]) -> None:
+    assert spread(count) == order

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.commands.view import trace_tail
-from megarl.commands.view.trace_tail import TraceTail
-from megarl.observe.trace import Trace, read_trace_tail
+from megarl.observe.page import trace_tail
+from megarl.observe.page.trace_tail import TraceTail
+from megarl.observe.trace import Trace
 
 
 def test_spans_come_as_they_are_written(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_spans_come_as_they_are_written(tmp_path: Path) -> None:
     assert tail.spans() == []
     trace = Trace(path)
     trace.add("gen", "controller", "MainThread", 1.0, 0.5, step=1)
-    assert tail.spans() == read_trace_tail(path)
+    assert [(span["name"], span["ts"], span["dur"]) for span in tail.spans()] == [("gen", 1e6, 5e5)]
     trace.add("load", "engine0", "calls", 2.0, 0.25)
     with path.open("ab") as file:
         file.write(b'{"name": "half')

@@ -11,6 +11,8 @@ const MOST_CHARTS = 300;
 export function createCurves(root, app, { charts: chosenCharts = null, onNames = null } = {}) {
   let all = []; // {spec, chart, visible}
   let names = [];
+  let resumes = {}; // run id -> steps
+  let remark = ""; // shown if there is nothing else to say
   let range = null;
   let closed = false;
   const data = new Map(); // "run\nmetric" -> {since, x, y, smooth}
@@ -22,9 +24,10 @@ export function createCurves(root, app, { charts: chosenCharts = null, onNames =
   const weight = h("output", {});
   const hours = h("select", { "aria-label": "Horizontal axis" }, h("option", { value: "step" }, "step"), h("option", { value: "hours" }, "hours in steps"));
   hours.value = app.params.get("x") === "hours" ? "hours" : "step";
+  const logarithmic = h("input", { type: "checkbox", checked: app.params.get("log") === "1" });
   const whole = h("button", { type: "button", hidden: true, onclick: () => zoom(null) }, "whole range");
   const note = h("p", { class: "note" });
-  root.append(h("div", { class: "controls" }, words, h("label", {}, "smoothing ", smoothing, weight), h("label", {}, "x ", hours), whole), note, place, fold);
+  root.append(h("div", { class: "controls" }, words, h("label", {}, "smoothing ", smoothing, weight), h("label", {}, "x ", hours), h("label", {}, logarithmic, " log scale"), whole), note, place, fold);
 
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) {
@@ -42,7 +45,7 @@ export function createCurves(root, app, { charts: chosenCharts = null, onNames =
     const wanted = [...new Set(all.filter((item) => item.visible).flatMap(metricsOf))];
     try {
       await Promise.all(app.shown.map((run) => loadRun(run, wanted)));
-      note.textContent = "";
+      note.textContent = remark;
     } catch (error) {
       note.textContent = error.message;
     }
@@ -99,7 +102,8 @@ export function createCurves(root, app, { charts: chosenCharts = null, onNames =
     }).filter(Boolean);
     chart.xLabel = hours.value === "hours" ? "hour" : "step";
     chart.range = range;
-    chart.set(curves, bands);
+    const marks = hours.value === "hours" ? [] : app.shown.flatMap((run) => resumes[run.id] ?? []);
+    chart.set(curves, bands, marks);
   }
 
   function zoom(next) {
@@ -116,7 +120,7 @@ export function createCurves(root, app, { charts: chosenCharts = null, onNames =
     const needle = words.value.trim().toLowerCase();
     const passes = (spec) => !needle || [spec.title, ...spec.series.flat()].join("\n").toLowerCase().includes(needle);
     const passing = [...specs, ...others].filter(passes);
-    all = passing.slice(0, MOST_CHARTS).map((spec) => ({ spec, visible: false, chart: new Chart(spec, { onzoom: zoom }) }));
+    all = passing.slice(0, MOST_CHARTS).map((spec) => ({ spec, visible: false, chart: new Chart({ ...spec, log: spec.log || logarithmic.checked }, { onzoom: zoom }) }));
     const usualCharts = all.filter(({ spec }) => !spec.other);
     place.replaceChildren(...usualCharts.map(({ chart }) => chart.element));
     rest.replaceChildren(...all.filter(({ spec }) => spec.other).map(({ chart }) => chart.element));
@@ -124,7 +128,7 @@ export function createCurves(root, app, { charts: chosenCharts = null, onNames =
     if (needle) fold.open = true;
     if (!all.length) note.textContent = names.length ? "No chart or metric has this name." : "No finished step yet.";
     else if (passing.length > all.length) note.textContent = `The first ${number(all.length)} of ${number(passing.length)} charts; the filter finds the others.`;
-    else note.textContent = "";
+    else note.textContent = remark;
     all.forEach(({ chart }) => seen.observe(chart.element));
   }
 
@@ -132,6 +136,9 @@ export function createCurves(root, app, { charts: chosenCharts = null, onNames =
   async function loadCharts() {
     try {
       const answer = await get("charts");
+      ({ resumes } = answer);
+      const resumed = app.shown.some((run) => resumes[run.id]?.length);
+      remark = [answer.note, resumed ? "Dotted lines: the run was resumed." : ""].filter(Boolean).join(" ");
       if (closed || (answer.names.join() === names.join() && all.length)) return;
       names = answer.names;
       specs = chosenCharts ? chosenCharts(names) : answer.charts;
@@ -150,6 +157,7 @@ export function createCurves(root, app, { charts: chosenCharts = null, onNames =
   }
   smoothing.addEventListener("input", debounce(again, 120));
   hours.addEventListener("change", () => { zoom(null); again(); });
+  logarithmic.addEventListener("change", () => { app.setParams({ log: logarithmic.checked ? "1" : "" }); build(specs); });
   words.addEventListener("input", debounce(() => { app.setParams({ text: words.value }); build(specs); }, 150));
   weight.textContent = Number(smoothing.value).toFixed(2);
   loadCharts();
