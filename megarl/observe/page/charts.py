@@ -160,6 +160,21 @@ CHARTS = (
     Chart("Model FLOPs utilisation", (("perf/mfu/*", ""),), "Share of a device's peak.", tick=".1%"),
     Chart("TFLOP/s per device", (("perf/tflops_per_device/*", ""),), "Model FLOPs, without recomputation."),
     Chart("Tokens per step", (("perf/total_num_tokens", "tokens"),)),
+    Chart("CPU", (("host/cpu/*", "*"),), "Share of the machine's cores in use.", tick=".0%"),
+    Chart("Memory", (("host/memory/*", "*"),), "Share of the machine's memory in use.", tick=".0%"),
+    Chart("Devices in use", (("host/device_utilization/*", "*"),), "Mean over the trainers' devices.", tick=".0%"),
+    Chart("Device memory", (("host/device_memory/*", "*"),), "Share in use, of the fullest device.", tick=".0%"),
+    Chart(
+        "Network",
+        (("host/received_per_second/*", "* received"), ("host/sent_per_second/*", "* sent")),
+        "Bytes per second.",
+    ),
+    Chart(
+        "Disk of the run",
+        (("host/run_disk", "in use"),),
+        "Share of the file system of the run's directory.",
+        tick=".0%",
+    ),
 )
 
 

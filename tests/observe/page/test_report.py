@@ -67,7 +67,7 @@ def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
     data = json.loads(evil.scripts[0])
     assert data["samples"][0]["samples"][0]["record"]["response"] == MARKUP
     assert not set("<>&") & set(evil.scripts[0]) and MARKUP in evil.title
-    assert data["answers"]["runs/0/notices"]["notices"][0]["text"] == MARKUP, "a notice is shown as it was written"
+    assert data["answers"]["runs/0/notices"]["notices"][-1]["text"] == MARKUP, "a notice is shown as it was written"
 
 
 def test_script_json_has_no_markup_and_no_nonfinite_numbers() -> None:

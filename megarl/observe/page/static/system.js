@@ -3,8 +3,7 @@
 import { h } from "./dom.js";
 import { createCurves } from "./curves.js";
 
-const PREFIXES = ["fleet/", "recovery/", "run/", "perf/", "rollout/engines", "rollout/load_seconds", "rollout/wait_seconds/", "rollout/outage_seconds", "weight_sync/", "checkpoint/", "host/", "device/", "network/"];
-const OF_MACHINES = ["host/", "device/", "network/"];
+const PREFIXES = ["fleet/", "recovery/", "run/", "perf/", "rollout/engines", "rollout/load_seconds", "rollout/wait_seconds/", "rollout/outage_seconds", "weight_sync/", "checkpoint/", "host/"];
 
 export function createSystem(root, app) {
   const note = h("p", { class: "note" });
@@ -16,7 +15,7 @@ export function createSystem(root, app) {
       .filter((name) => PREFIXES.some((prefix) => name.startsWith(prefix)))
       .map((name) => ({ title: name, note: "", series: [[name, name]], band: null, tick: "", log: false })),
     onNames: (names) => {
-      const has = names.some((name) => OF_MACHINES.some((prefix) => name.startsWith(prefix)));
+      const has = names.some((name) => name.startsWith("host/"));
       note.textContent = has ? "" : "These runs record no load of devices, hosts and network. The figures below are measured by the trainers and the controller.";
     },
   });
