@@ -101,8 +101,8 @@ def test_tiny_copies_keep_uneven_stages() -> None:
 @pytest.mark.parametrize("name", published.names())
 def test_a_tiny_copy_keeps_the_models_structure(name: str) -> None:
     """Kept: the ratio of heads, dense layers before experts, tied weights, scaling of positions, choice of experts."""
-    config, changes = published.read(name), Changes()
-    small = shrink_model(config, 2, changes)
+    small = text_fields(shrink_model(published.read(name), 2, Changes()))
+    config = text_fields(published.read(name))
     for field in ("model_type", "tie_word_embeddings", "rope_theta", "n_shared_experts", "num_nextn_predict_layers"):
         assert small.get(field) == config.get(field)
     assert config["num_attention_heads"] // config["num_key_value_heads"] == (
@@ -266,6 +266,17 @@ def test_small_settings_are_not_enlarged() -> None:
     shrink_settings(recipe, None, changes)
     ends = ("prompts_per_step", "limit", "max_prompt_length", "max_response_length", "max_tokens_per_micro_batch")
     assert not [change for change in changes.items if change.key.endswith(ends)]
+
+
+@pytest.mark.parametrize(("override", "replay"), [("computed", "old_log_probs"), ("rollout", "none")])
+def test_a_tiny_copy_replays_experts_that_a_cpu_engine_returns(override: str, replay: str, tmp_path: Path) -> None:
+    """vLLM on a CPU returns no expert choices, so the copy of a recipe that replays the engine's would be refused."""
+    path = ROOT / "recipes" / "cuda" / "gspo_moonlight_16b.yaml"
+    tiny = make_tiny_copy(path, [f"algorithm.old_log_probs={override}"], tmp_path)
+    assert tiny.recipe.megatron.routing_replay == replay
+    (change,) = [change for change in tiny.changes if change.key == "megatron.routing_replay"]
+    assert (change.before, change.after) == ("rollout", replay)
+    prepare_training(tiny.recipe)
 
 
 def test_profiled_steps_ranks_and_mini_batches_fit_the_tiny_copy(tmp_path: Path) -> None:
