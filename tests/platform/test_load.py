@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_this_machine_reports_it_cheaply() -> None:
 
 
 def test_a_device_is_looked_at_until_a_look_fails() -> None:
-    looks = iter([(0.5, 1.0), (0.75, 0.5), OSError("no counters")])
+    looks: Iterator[tuple[float, float] | OSError] = iter([(0.5, 1.0), (0.75, 0.5), OSError("no counters")])
 
     def look() -> tuple[float, float]:
         seen = next(looks)
