@@ -88,7 +88,7 @@ class PrometheusSink:
             labels = {"run": self._run, **labels}
             if name not in families:
                 families[name] = GaugeMetricFamily(
-                    name, "docs/metrics.md of megarl describes the metrics", labels=labels
+                    name, "docs/metrics.md of megarl describes the metrics", labels=list(labels)
                 )
             families[name].add_metric(list(labels.values()), value)
         yield from families.values()
