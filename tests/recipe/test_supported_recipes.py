@@ -63,6 +63,8 @@ PUBLISHED = {
     "Qwen2.5-VL-3B-Instruct": 3.1,  # the text part: Qwen2.5-3B
     "Qwen2.5-VL-7B-Instruct": 7.6,
     "Qwen2.5-VL-32B-Instruct": 32.5,
+    "Qwen3-VL-8B-Instruct": 8.2,  # the text part: Qwen3-8B
+    "Qwen3-VL-30B-A3B-Instruct": 30.5,
     "Qwen3-4B": 4.0,
     "Qwen3-8B": 8.2,
     "Qwen3-14B": 14.8,

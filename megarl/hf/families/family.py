@@ -63,6 +63,7 @@ class Family:
     """Prefixes of tensors that are not trained and are exported unchanged; so are layers beyond the last."""
 
     tower: bool = False  # has a vision tower, which is trained
+    deepstack: bool = False  # the tower also feeds the first layers of the text model
     delta_nets: bool = False  # gated delta nets in the layers that `layer_types` calls linear_attention
     adapters: bool = False  # LoRA is tested for this family
     reads_as: str = ""  # model_type under which transformers loads config.json, if it lacks this one

@@ -8,6 +8,7 @@ import json
 import os
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file
 from docs.generate.supported_recipes import Row, rows
 from megarl import load_recipe
 from megarl.algorithms.advantages import uses_critic
+from megarl.commands.data import tiny_weights
 from megarl.commands.data.tiny_weights import write_weights
 from megarl.commands.rehearse import command
 from megarl.commands.rehearse.changes import Changes, settings_of
@@ -30,6 +32,7 @@ from megarl.errors import InputError, RecipeError
 from megarl.hf import published
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.families import FAMILIES
+from megarl.hf.families.sizes import head_size
 from megarl.megatron.layout import check_layout
 from megarl.preflight.survey import prepare_training
 from megarl.recipe.trainers import MegatronConfig
@@ -111,7 +114,7 @@ def test_a_tiny_copy_keeps_the_models_structure(name: str) -> None:
     scaling, tiny = config.get("rope_scaling") or {}, small.get("rope_scaling") or {}
     assert scaling.get("type") == tiny.get("type") and scaling.get("factor") == tiny.get("factor")
     if sections := scaling.get("mrope_section"):
-        head = small["hidden_size"] // small["num_attention_heads"]
+        head = head_size(small)
         assert sum(tiny["mrope_section"]) == head // 2 and len(tiny["mrope_section"]) == len(sections)
     assert (number_of_experts(small) > 0) == (number_of_experts(config) > 0)
     if config.get("first_k_dense_replace"):
@@ -183,6 +186,23 @@ def test_a_vision_config_written_by_transformers_5_is_shrunk(tmp_path: Path) -> 
     read = transformers.Qwen2_5_VLConfig.from_dict(small).get_text_config()
     read.validate()
     assert (read.num_hidden_layers, read.rope_parameters["mrope_section"]) == (2, [4, 6, 6])
+
+
+@pytest.mark.parametrize("name", ["Qwen3-VL-8B-Instruct", "Qwen3-VL-30B-A3B-Instruct"])
+def test_tensors_of_deepstack_towers_are_the_published_ones(name: str) -> None:
+    """Names and shapes follow from config.json for the whole model, and for the tiny one, which transformers reads."""
+    import transformers
+
+    config = published.read(name)
+    shapes = dict(tiny_weights.shapes(config))
+    assert (
+        sum(map(prod, shapes.values()))
+        == {"qwen3_vl": 8_767_123_696, "qwen3_vl_moe": 31_070_754_032}[config["model_type"]]
+    )
+    small = shrink_model(config, 2, Changes())
+    model = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(**small))
+    held = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if ".experts." not in name}
+    assert held == {name: shape for name, shape in tiny_weights.shapes(small) if ".experts." not in name}
 
 
 def test_rows_have_the_columns_of_the_file_if_it_exists(tmp_path: Path) -> None:
