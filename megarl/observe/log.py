@@ -21,7 +21,7 @@ from megarl.observe.alerts import Alerts
 from megarl.observe.console import Console, make_console
 from megarl.observe.json_lines import drop_torn_line, json_line, read_lines, strict
 from megarl.observe.metrics import MetricsLog, read_metrics
-from megarl.observe.report.page import write_report
+from megarl.observe.page.report import write_report
 from megarl.observe.restarts import restart_cause, restarts_by_command
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import discard_steps_after, write_samples

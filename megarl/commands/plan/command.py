@@ -25,7 +25,7 @@ from megarl.commands.plan.time.calibration import read_calibration
 from megarl.commands.plan.time.estimate import with_estimate
 from megarl.engines.routes import check_route
 from megarl.errors import InputError, as_input_error
-from megarl.observe.report.page import write_html
+from megarl.observe.html import write_html
 from megarl.platform.device_table import Device
 from megarl.preflight.findings import Survey
 from megarl.preflight.load import load_recipe
