@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -22,8 +22,8 @@ def rules() -> list[Rule]:
 
 
 def advise(run: Facts) -> list[Advice]:
-    """Return the findings about a run, most important first; no findings without its recipe."""
-    if not run.recipe:
+    """Return the findings about a run, most important first; none without its settings."""
+    if not run.settings:
         return []
     findings = ((rule, rule.find(run)) for rule in rules())
     return [
@@ -38,11 +38,11 @@ def advice_text(advice: Mapping[str, Any]) -> str:
     return f"{advice['what']}: {advice['evidence']}{changes}{note}"
 
 
-def advice_lines(findings: Sequence[Mapping[str, Any]]) -> Iterable[str]:
-    """Return the lines of a terminal that show `findings`."""
+def advice_lines(findings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the last lines of a run on a terminal that show `findings`; no lines without any."""
+    lines = ["advice:"] if findings else []
     for advice in findings:
-        yield f"  {advice['what']}: {advice['evidence']}"
-        if advice["changes"]:
-            yield f"    try {' or '.join(advice['changes'])}"
-        if advice["note"]:
-            yield f"    {advice['note']}"
+        lines.append(f"  {advice['what']}: {advice['evidence']}")
+        lines += [f"    try {' or '.join(advice['changes'])}"] if advice["changes"] else []
+        lines += [f"    {advice['note']}"] if advice["note"] else []
+    return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -10,13 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from megarl.recipe.load import flat_settings, to_yaml, yaml_word
+from megarl.recipe.former_names import with_present_names
+from megarl.recipe.load import yaml_word
 from megarl.recipe.schema import Recipe
 
 FEWEST = 10
 """Number of values from which on a curve is judged: the first steps of a run say little about it."""
 SURE = 3.0
 """Standard errors by which two parts of a curve must differ. With 3, chance alone makes about one pair in 400 differ."""
+
+_ABSENT: Any = object()
 
 
 @dataclass(frozen=True)
@@ -104,12 +108,12 @@ class Silence:
 class Facts:
     """A run, for the rules. Every part may be empty.
 
-    ``lines``: of metrics.jsonl. ``recipe``: text of recipe.resolved.yaml. ``samples``: records of the newest samples.
+    ``lines``: of metrics.jsonl. ``settings``: content of recipe.resolved.yaml. ``samples``: records of the newest samples.
     ``sessions``: starts of the run, as in summary.json. ``notices``: of notices.jsonl. ``ettr``: as in summary.json.
     """
 
     lines: Sequence[Mapping[str, Any]]
-    recipe: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
     samples: Sequence[Mapping[str, Any]] = ()
     sessions: Sequence[Mapping[str, Any]] = ()
     notices: Sequence[Mapping[str, Any]] = ()
@@ -118,7 +122,7 @@ class Facts:
 
     @functools.cached_property
     def _settings(self) -> dict[str, Any]:
-        return {**_defaults(), **flat_settings(self.recipe)}
+        return with_present_names(dict(self.settings), None)
 
     @functools.cached_property
     def steps(self) -> list[Mapping[str, Any]]:
@@ -126,8 +130,15 @@ class Facts:
         return [line for line in self.lines if line["step"] > 0]
 
     def setting(self, key: str) -> Any:
-        """Return the value of a recipe key; a recipe of an older version has the default for newer keys."""
-        return self._settings[key]
+        """Return the value of a recipe key; in a recipe of an older version, a newer key has its default."""
+        values = []
+        for content in (_defaults(), self._settings):
+            for name in key.split("."):
+                content = content.get(name, _ABSENT) if isinstance(content, dict) else _ABSENT
+            values.append(content)
+        default, value = values
+        assert default is not _ABSENT, f"{key} is not a recipe key"
+        return default if value is _ABSENT else value
 
     def curve(self, name: str, *, fewest: int = FEWEST) -> Curve | None:
         """Return the curve of a metric; None with fewer than `fewest` finite values."""
@@ -163,4 +174,4 @@ class Facts:
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    return flat_settings(to_yaml(Recipe()))
+    return dataclasses.asdict(Recipe())

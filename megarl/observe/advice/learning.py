@@ -21,7 +21,12 @@ _LR = "actor.optimizer.lr"
 
 
 def reward_of(run: Facts) -> Curve | None:
-    """Return the reward of everything sampled: with filtered groups the trained batch shows no progress."""
+    """Return the reward of everything sampled: with filtered groups the trained batch shows no progress.
+
+    None in distillation, which trains on no reward.
+    """
+    if run.setting("algorithm.advantage") in ("none", "on_policy_distillation"):
+        return None
     return run.curve("rollout/rewards/mean") or run.curve("critic/rewards/mean")
 
 
@@ -42,7 +47,7 @@ def _place(run: Facts) -> float | None:
 )
 def rewards_equal(run: Facts) -> Finding | None:
     evidence = _equal_groups(run)
-    if evidence is None:
+    if evidence is None or reward_of(run) is None:
         return None
     place = _place(run)
     sampling = (

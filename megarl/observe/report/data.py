@@ -14,6 +14,9 @@ from typing import Any
 import yaml
 
 from megarl.errors import pluralize
+from megarl.observe.advice.advise import Advice, advise
+from megarl.observe.advice.facts import Facts
+from megarl.observe.advice.of_run import newest_samples, silence_of
 from megarl.observe.console import clock, short
 from megarl.observe.json_lines import read_lines
 from megarl.observe.metrics import restore_non_finite
@@ -52,6 +55,7 @@ class ReportData:
     error: str | None
     facts: list[tuple[str, str]]  # (label, value) under the title
     figures: list[dict[str, str]]  # key figures: label, value, detail
+    advice: list[Advice]
     steps: int
     thinned: bool
     series: dict[str, dict[str, list[float | None]]]  # metric -> {x, y}
@@ -95,6 +99,7 @@ def collect(run_dir: RunDirectory) -> ReportData:
         error=summary.get("error"),
         facts=run_facts(lines, summary, settings, sessions) + time_facts(run_dir, lines, sessions, status),
         figures=key_figures(lines),
+        advice=advice_of(run_dir, lines, settings, sessions, notices, spans if status == "running" else None),
         steps=len(lines),
         thinned=len(lines) > MAX_POINTS,
         series=series(curves),
@@ -111,6 +116,20 @@ def collect(run_dir: RunDirectory) -> ReportData:
         provenance=provenance_lines(sessions),
         gaps=gaps,
     )
+
+
+def advice_of(
+    run_dir: RunDirectory,
+    lines: list[dict[str, float]],
+    settings: dict[str, Any],
+    sessions: list[dict[str, Any]],
+    notices: list[dict[str, Any]],
+    spans: list[dict[str, Any]] | None,
+) -> list[Advice]:
+    """Return the findings about a run. spans: the newest of a live run; None if it has ended."""
+    last = int(lines[-1]["step"]) if lines else 0
+    silence = None if spans is None else silence_of(run_dir, spans, last)
+    return advise(Facts(lines, settings, newest_samples(run_dir), sessions, notices, silence=silence))
 
 
 def _read_metrics(run_dir: RunDirectory, gaps: list[str]) -> list[dict[str, float]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from megarl.observe.advice.facts import Facts
-from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
 
 Curve = Callable[[float], float]
@@ -100,7 +100,9 @@ DPO: dict[str, Curve] = {
 }
 
 
-def lines(curves: Mapping[str, Curve | None], steps: int = 60, seed: int = 0, noise: float = 0.05) -> list[dict[str, float]]:
+def lines(
+    curves: Mapping[str, Curve | None], steps: int = 60, seed: int = 0, noise: float = 0.05
+) -> list[dict[str, float]]:
     """Return a line per step: each curve's value with a relative noise. A curve of None is left out."""
     random = np.random.default_rng(seed)
     result = []
@@ -108,7 +110,9 @@ def lines(curves: Mapping[str, Curve | None], steps: int = 60, seed: int = 0, no
         t = (step - 1) / max(1, steps - 1)
         values = {name: float(curve(t)) for name, curve in curves.items() if curve is not None}
         for name, value in values.items():
-            if value not in (0.0, 1.0) and not name.startswith(("timing_s/", "data/", "actor/lr", "actor/micro_batches")):
+            if value not in (0.0, 1.0) and not name.startswith(
+                ("timing_s/", "data/", "actor/lr", "actor/micro_batches")
+            ):
                 values[name] = value * (1 + noise * float(random.standard_normal()))
         result.append({"step": step, **values})
     return result
@@ -125,8 +129,8 @@ def with_evaluations(history: list[dict[str, float]], name: str, values: list[fl
     return history
 
 
-def recipe(**settings: Any) -> str:
-    """Return the resolved recipe of `settings`; two underscores stand for a dot: ``algorithm__loss="gspo"``."""
+def recipe(**settings: Any) -> dict[str, Any]:
+    """Return a recipe as its file has it. `settings`: two underscores stand for a dot: ``algorithm__loss="gspo"``."""
     result = Recipe()
     result.model.path = "Qwen/Qwen3-1.7B"
     for key, value in settings.items():
@@ -136,11 +140,11 @@ def recipe(**settings: Any) -> str:
             section = getattr(section, part)
         assert hasattr(section, name), key
         setattr(section, name, value)
-    return to_yaml(result)
+    return dataclasses.asdict(result)
 
 
-def facts(history: list[dict[str, float]], text: str | None = None, **more: Any) -> Facts:
-    return Facts(lines=history, recipe=recipe() if text is None else text, **more)
+def facts(history: list[dict[str, float]], settings: dict[str, Any] | None = None, **more: Any) -> Facts:
+    return Facts(lines=history, settings=settings or recipe(), **more)
 
 
 def samples(groups: list[list[float]], text: str = "x = 3, so 2 x = 6", finish: str = "stop") -> list[dict[str, Any]]:
