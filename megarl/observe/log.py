@@ -301,7 +301,7 @@ class RunLog:
         self._metrics.write(step, metrics)
         self._warn_of_non_finite(step, metrics)
         self._console.step(step, metrics)
-        for advice in self._adviser.after(step):
+        for advice in self._adviser.after(step, self._sessions):
             self.notice(advice)
 
     def _warn_of_non_finite(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -241,9 +241,8 @@ class ViewedRun:
         """Return the advice, found again when a step, a notice or a minute of silence has been added."""
         basis = (self._metrics.epoch, len(self._metrics.steps), len(self._notices), self._silent_minutes(), status)
         if self._advice[0] != basis:
-            spans = self._trace.spans() if status == "running" else None
-            lines = self._metrics.lines(*METRICS)
-            self._advice = (basis, advice_of(self.run_dir, lines, settings, sessions, self._notices, spans))
+            lines, spans = self._metrics.lines(*METRICS), self._trace.spans() if status == "running" else []
+            self._advice = (basis, advice_of(self.run_dir, lines, settings, sessions, self._notices, status, spans))
         return self._advice[1]
 
 

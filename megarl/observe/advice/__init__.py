@@ -1,1 +1,1 @@
-"""Advice: what is wrong with a run, and the setting to change. `advise` applies the rules; docs/advice.md lists them."""
+"""Advice: faults of a run, and the setting to change. `advise` applies the rules; docs/advice.md lists them."""

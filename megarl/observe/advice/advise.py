@@ -17,7 +17,7 @@ Advice = dict[str, Any]
 
 
 def rules() -> list[Rule]:
-    """Return all rules, most important first: by module, then as they stand in it."""
+    """Return all rules, most important first: by module, then in its order."""
     return sorted(RULES, key=lambda rule: _ORDER.index(rule.find.__module__))
 
 

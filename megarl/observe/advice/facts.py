@@ -1,4 +1,4 @@
-"""What the rules of advice read: curves of a run's metrics, its settings, newest samples, faults, and how long it is silent."""
+"""Input of the rules of advice: curves of a run's metrics, its settings, newest samples, faults, and the length of its silence."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Curve:
 
     @property
     def errors(self) -> float:
-        """Last part less first part, in standard errors; the noise comes from neighbouring values, so a trend is no noise."""
+        """Last part less first part, in standard errors; the noise comes from neighbouring values, so a trend adds none."""
         return self._errors(float(self.values[-self.width :].mean() - self.values[: self.width].mean()))
 
     @property

@@ -1,4 +1,4 @@
-"""Rules of advice: rewards, entropy, lengths and evaluations of a policy that does not learn what it should."""
+"""Rules of advice: rewards, entropy, lengths and evaluations of a policy that learns nothing, or the wrong thing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.observe.advice.rule import Finding, rule
 
 _EQUAL, _MISSING, _LEAST_GROUPS = 0.8, 0.2, 6
 _ENTROPY, _ENTROPY_SHARE, _ENTROPY_HIGH, _ENTROPY_GROWTH = 0.05, 0.25, 1.0, 2
-_SOLVED, _FALL = 0.9, 0.5
+_SOLVED, _FALL, _FALL_ERRORS = 0.9, 0.5, 4
 _LOOPS, _LOOP_RATIO, _LOOP_CHARACTERS, _LEAST_SAMPLES = 0.25, 10, 200, 8
 _TRUNCATED, _LONGER = 0.2, 1.5
 _ACCURACY_LOST, _LOSS_GAIN = 0.05, 1.05
@@ -107,7 +107,7 @@ def batches_incomplete(run: Facts) -> Finding | None:
     "learning",
     f"the entropy is below {_ENTROPY} nats and {_ENTROPY_SHARE:.0%} of its start, and the reward does not rise any more",
     "e^0.05: 1.05 choices per token. What entropy can buy is then spent (arXiv 2505.22617); a low entropy of a policy that "
-    f"still learns, or that has {_SOLVED:.0%} of the highest reward, is no fault",
+    f"still learns, or that has {_SOLVED:.0%} of the highest reward, is healthy",
 )
 def entropy_collapsed(run: Facts) -> Finding | None:
     entropy, reward = run.curve("actor/entropy"), reward_of(run)
@@ -143,8 +143,8 @@ def entropy_explodes(run: Facts) -> Finding | None:
 
 @rule(
     "learning",
-    f"the reward has fallen by more than {_FALL:.0%} of its gain, or below its start, by more than noise",
-    "noise: 3 standard errors, from neighbouring steps",
+    f"the reward has fallen by more than {_FALL:.0%} of its gain and {_FALL_ERRORS} standard errors below the best part of the run",
+    "half of the progress is lost; 4 errors, because the best of many parts is high by chance",
 )
 def reward_falls(run: Facts) -> Finding | None:
     reward = reward_of(run)
@@ -152,7 +152,11 @@ def reward_falls(run: Facts) -> Finding | None:
         return None
     best, step = reward.best
     gain = best - reward.first
-    if reward.errors_below_best <= 4 or best - reward.last <= _FALL * gain or not (reward.still(-1) or reward.falls):
+    if (
+        reward.errors_below_best <= _FALL_ERRORS
+        or best - reward.last <= _FALL * gain
+        or not (reward.still(-1) or reward.falls)
+    ):
         return None
     kl = run.scale("algorithm.kl_coef", 2) or run.set("algorithm.kl_coef", 0.001)
     note = f"A checkpoint of about step {step:,} is the best to go on from (`train.resume`)."

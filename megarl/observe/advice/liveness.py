@@ -39,7 +39,7 @@ def silent(run: Facts) -> Finding | None:
     changes = run.set(key, float(sooner)) if longest and sooner < run.setting(key) else ()
     note = "`megarl doctor RUN` shows what each process does now, and who waits for whom."
     if changes:
-        note += " The change ends such a wait sooner, with the names of those that do not answer."
+        note += " The change ends such a wait sooner, with the names of the silent processes."
     return Finding(f"nothing has arrived for {seconds:.0f} s: {who}", evidence, changes, note)
 
 

@@ -16,7 +16,7 @@ from megarl.recipe.schema import Recipe
 
 METRICS = (
     "actor/*", "critic/*", "rollout/*", "response_length/*", "eval/pass@1", "eval/loss", "timing_s/*", "perf/*", "agent/*",
-    "data/epochs/*",
+    "data/epochs/*", "recovery/*", "fleet/restart_seconds",
 )  # fmt: skip
 """Patterns of the metrics that rules read."""
 _STEPS_OF_SAMPLES = 3
@@ -51,12 +51,12 @@ class Adviser:
         self._next = max(FEWEST, int(done * _PAUSE))
         self._said: set[str] = set()
 
-    def after(self, step: int) -> list[str]:
-        """Return the texts of new findings after `step`: of each rule once in this session."""
+    def after(self, step: int, sessions: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+        """Return the texts of new findings after `step`: of each rule once in this session. sessions: as in summary.json."""
         if step < self._next:
             return []
         self._next = max(step + FEWEST, int(step * _PAUSE))
-        findings = self.findings(read_metrics(self._run_dir.metrics))
+        findings = self.findings(read_metrics(self._run_dir.metrics), sessions=sessions)
         new = [advice for advice in findings if advice["rule"] not in self._said]
         self._said |= {advice["rule"] for advice in new}
         return [f"advice: {advice_text(advice)}" for advice in new]

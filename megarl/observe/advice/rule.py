@@ -1,4 +1,4 @@
-"""A rule of advice, what it finds, and the registry of all rules."""
+"""A rule of advice, its finding, and the registry of all rules."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def controller_slow(run: Facts) -> Finding | None:
         "the controller is slow",
         f"{1 - phases / whole:.0%} of {whole:,.0f} s in steps {steps[0]['step']:,} to {steps[-1]['step']:,}",
         run.set("observe.samples_per_step", 8) if run.setting("observe.samples_per_step") > 8 else (),
-        "trace.json has what it waits for; look at the host's load and at the file system of the run's directory.",
+        "trace.json has the controller's calls; check the host's load and the file system of the run's directory.",
     )
 
 

@@ -10,7 +10,7 @@ from megarl.observe.advice.facts import Curve, Facts
 from megarl.observe.advice.rule import Finding, rule
 
 _SKIPPED, _SPIKES, _SPIKE_FACTOR, _SPIKE_WINDOW, _NEWEST = 0.2, 3, 10, 16, 100
-_ESS, _K1, _GAP, _GAP_GROWTH = 0.3, 0.1, 0.02, 3
+_ESS, _K1, _GAP, _GAP_GROWTH = 0.3, 0.1, 0.03, 3
 _CLIPPED, _STEP_KL, _KL = 0.2, 0.1, 0.3
 _BUSIEST, _BUSIEST_GROWTH = 4, 2
 _LR = "actor.optimizer.lr"
@@ -39,7 +39,7 @@ def not_finite(run: Facts) -> Finding | None:
 @rule(
     "learning",
     f"more than {_SKIPPED:.0%} of the last 20 steps skipped an update",
-    "the run learns from fewer batches than it samples, and what makes norms large stays",
+    "the run learns from fewer batches than it samples, and the cause of the large norms stays",
 )
 def updates_skipped(run: Facts) -> Finding | None:
     recent = [line for line in run.steps if "actor/skipped_updates" in line][-20:]
@@ -115,7 +115,7 @@ def gap_large(run: Facts) -> Finding | None:
 @rule(
     "learning",
     f"the gap of log-probs (with staleness: at lag 0) is {_GAP_GROWTH} times as large as at the start, and above {_GAP}",
-    "bfloat16 engines start at 0.001 to 0.02 (docs/numerics.md); growth at equal weights precedes collapse (arXiv 2510.18855)",
+    "rounding to bfloat16 gives up to 0.03 (docs/numerics.md), but does not grow; a growing gap precedes collapse (IcePop, arXiv 2510.18855)",
 )
 def gap_grows(run: Facts) -> Finding | None:
     name = "rollout/logprob_gap_by_lag/0"
@@ -148,7 +148,7 @@ def _against_gap(run: Facts) -> tuple[str, ...]:
     "learning",
     f"ppo_clip: more than {_CLIPPED:.0%} of the tokens are clipped; any loss: the KL of a step's updates (`actor/ppo_kl`) is above "
     f"{_STEP_KL}",
-    "clipped tokens teach nothing, GRPO clips 0.13 % (arXiv 2507.18071); PPO is usually stopped at a KL of 0.01 to 0.05",
+    "clipped tokens teach nothing, GRPO clips 0.13 % (arXiv 2507.18071); implementations of PPO stop a step at a KL of 0.01 to 0.05 (Spinning Up)",
 )
 def update_too_large(run: Facts) -> Finding | None:
     clipped = run.curve("actor/pg_clipfrac") if run.setting("algorithm.loss") == "ppo_clip" else None
@@ -167,7 +167,7 @@ def update_too_large(run: Facts) -> Finding | None:
 @rule(
     "learning",
     f"the KL to the reference is above {_KL} per token, and rises faster and faster",
-    "then at a token of the policy the reference is at e^0.3 = 1.35 times lower probability on average; a KL that settles is no fault",
+    "a sampled token is then e^0.3 = 1.35 times less probable under the reference (geometric mean); a KL that settles is healthy",
 )
 def kl_runs_away(run: Facts) -> Finding | None:
     for name in ("actor/kl", "actor/reward_kl_penalty"):

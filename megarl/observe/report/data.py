@@ -99,7 +99,7 @@ def collect(run_dir: RunDirectory) -> ReportData:
         error=summary.get("error"),
         facts=run_facts(lines, summary, settings, sessions) + time_facts(run_dir, lines, sessions, status),
         figures=key_figures(lines),
-        advice=advice_of(run_dir, lines, settings, sessions, notices, spans if status == "running" else None),
+        advice=advice_of(run_dir, lines, settings, sessions, notices, status, spans),
         steps=len(lines),
         thinned=len(lines) > MAX_POINTS,
         series=series(curves),
@@ -124,12 +124,14 @@ def advice_of(
     settings: dict[str, Any],
     sessions: list[dict[str, Any]],
     notices: list[dict[str, Any]],
-    spans: list[dict[str, Any]] | None,
+    status: str,
+    spans: list[dict[str, Any]],
 ) -> list[Advice]:
-    """Return the findings about a run. spans: the newest of a live run; None if it has ended."""
+    """Return the findings about a run. status: a key of `STATUS_TEXTS`. spans: the newest of its trace."""
     last = int(lines[-1]["step"]) if lines else 0
-    silence = None if spans is None else silence_of(run_dir, spans, last)
-    return advise(Facts(lines, settings, newest_samples(run_dir), sessions, notices, silence=silence))
+    silence = silence_of(run_dir, spans, last) if status == "running" else None
+    ettr = _effective_time(run_dir, lines, sessions, status) or {}
+    return advise(Facts(lines, settings, newest_samples(run_dir), sessions, notices, ettr, silence))
 
 
 def _read_metrics(run_dir: RunDirectory, gaps: list[str]) -> list[dict[str, float]]:
@@ -198,12 +200,19 @@ def run_facts(
 def time_facts(
     run_dir: RunDirectory, lines: list[dict[str, float]], sessions: list[dict[str, Any]], status: str
 ) -> list[tuple[str, str]]:
-    """Return the effective training time. A killed run ends with its last line of metrics."""
+    """Return the effective training time."""
+    effective = _effective_time(run_dir, lines, sessions, status)
+    return [("Effective time", time_text(effective))] if effective and effective["ratio"] is not None else []
+
+
+def _effective_time(
+    run_dir: RunDirectory, lines: list[dict[str, float]], sessions: list[dict[str, Any]], status: str
+) -> dict[str, float | None] | None:
+    """Return the effective training time; None if it is unknown. A killed run ends with its last line of metrics."""
     if not sessions or not lines:
-        return []
+        return None
     end = time.time() if status == "running" else run_dir.metrics.stat().st_mtime
-    effective = effective_time(sessions, lines, read_lines(run_dir.discarded_metrics)[0], end)
-    return [("Effective time", time_text(effective))] if effective["ratio"] is not None else []
+    return effective_time(sessions, lines, read_lines(run_dir.discarded_metrics)[0], end)
 
 
 def key_figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:

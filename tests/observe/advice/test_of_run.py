@@ -65,8 +65,13 @@ def test_advice_is_a_notice_once_and_a_part_of_the_summary(tmp_path: Path) -> No
 
 
 def test_a_run_is_looked_at_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[int] = []
-    monkeypatch.setattr(of_run, "read_metrics", lambda path: looked.append(0) or [])
+    looked: list[Path] = []
+
+    def read(path: Path) -> list[dict[str, float]]:
+        looked.append(path)
+        return []
+
+    monkeypatch.setattr(of_run, "read_metrics", read)
     adviser = Adviser(RunDirectory(tmp_path), Recipe(), 0)
     for step in range(1, 1001):
         adviser.after(step)
