@@ -42,10 +42,15 @@ fi
 pids=runs/.launcher-${hosts[0]} # files with the process ids of launchers on the first node
 pid_file=$pids.$(hostname).$$.pid
 
+quoted() { # WORD ...: as any login shell of a host reads them; printf %q is for bash alone
+  local word
+  for word in "$@"; do printf "'%s' " "${word//\'/\'\\\'\'}"; done
+}
+
 on() { # HOST COMMAND ...: run it in the host's container
   local host=$1
   shift
-  ssh -n -o ServerAliveInterval=60 "$host" "$(printf '%q ' docker exec -w /opt/megarl "${CONTAINER:-megarl}" "$@")"
+  ssh -n -o ServerAliveInterval=60 "$host" "$(quoted docker exec -w /opt/megarl "${CONTAINER:-megarl}" "$@")"
 }
 
 start() { # RANK ARGUMENTS ...: of multinode.sh

@@ -1,6 +1,8 @@
-"""The parts of a step that need trainers, and the resume of a run. With `train.trainer_restarts` each part is repeated after the
-trainers have failed; with `train.on_spike: rollback` the trainers go back to a checkpoint after spikes; with `train.journal` a
-resume goes on after the last step."""
+"""Repeat parts of a step after trainers have failed, go back to a checkpoint after spikes, and resume a run.
+
+Parts are repeated with `train.trainer_restarts`, the trainers go back with `train.on_spike: rollback`, and with `train.journal` a
+resume goes on after the last step.
+"""
 
 from __future__ import annotations
 
@@ -131,10 +133,8 @@ def roll_back(run: Run, step: int) -> None:
 
 def too_many_rollbacks_text(run: Run, checkpoint: int, step: int) -> str:
     """Return the end of the error about spikes after `train.rollbacks` rollbacks to `checkpoint`: cause and way on."""
-    train, older = (
-        run.recipe.train,
-        [path for path in list_checkpoints(run.checkpoints.saver.folder) if checkpoint_step(path) < checkpoint],
-    )
+    train = run.recipe.train
+    older = [path for path in list_checkpoints(run.checkpoints.saver.folder) if checkpoint_step(path) < checkpoint]
     place = f"from an older checkpoint, e.g. train.resume={older[-1]}, or" if older else "from it"
     return (
         f"after the trainers have gone back to the checkpoint of step {checkpoint} {pluralize(train.rollbacks, 'time')} "

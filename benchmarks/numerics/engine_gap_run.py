@@ -24,6 +24,7 @@ from megarl.cluster.base import Cluster
 from megarl.cluster.calls import attach, wait
 from megarl.engines import engine_env
 from megarl.engines.base import EngineSpec
+from megarl.hf.families import family_of
 from megarl.recipe.schema import Recipe, RewardConfig
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.start_engines import ROLLOUT_SERVER
@@ -72,7 +73,8 @@ def recipe_of(case: Case, model: Path, directory: Path) -> Recipe:
     optimizer.lr, optimizer.weight_decay = 1e-2, 0.0  # each element moves by about 0.01 a step
     for name, value in case.megatron.items():
         setattr(recipe.megatron, name, value)
-    if json.loads((model / "config.json").read_text())["model_type"] == "deepseek_v3":
+    config = json.loads((model / "config.json").read_text())
+    if family_of(config).settings(config).get("moe_router_enable_expert_bias"):
         # The routing biases have no gradient. This rate makes Megatron change them, so that weight sync has new values.
         recipe.megatron.extra = {"moe_router_bias_update_rate": 0.03, **recipe.megatron.extra}
     return recipe
@@ -214,7 +216,7 @@ def main() -> None:
         receivers = [(name, host) for name, host in wait(starting, cluster.check)["receivers"]]
         actor = ActorGroup(workers, recipe)
         actor.describe()
-        session = actor.open_weight_sync(receivers, "full")
+        session = actor.open_weight_sync(receivers, case.route)
         assert not isinstance(session, str), session
         engine.connect_weight_sync(session).result()
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]

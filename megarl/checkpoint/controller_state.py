@@ -1,5 +1,4 @@
-"""The controller's state in a checkpoint: plain values, groups that were sampled but not yet trained on, and what was sampled of
-groups that still ran.
+"""The controller's state in a checkpoint: plain values, and groups that are sampled or partly sampled, but not yet trained on.
 
 `controller.json` holds the values and the groups' scalars and texts, `waiting.npz` the groups' vectors.
 """

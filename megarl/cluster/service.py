@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.cluster.base import load_class
 from megarl.cluster.failures import Raised, Returned, run
-from megarl.cluster.wire import Wire
+from megarl.cluster.wire import UnreadableMessage, Wire
 
 CONSTRUCTED = 0  # number of the constructor's outcome; calls are numbered from 1
 
@@ -88,6 +88,9 @@ class ServiceServer:
             try:
                 message = self._wire.receive()
             except EOFError:  # the controller has ended
+                os.killpg(0, signal.SIGKILL)
+            except UnreadableMessage as error:  # which call it is, is unknown: the controller fails all of them
+                self._send(CONSTRUCTED, Raised.of(error))
                 os.killpg(0, signal.SIGKILL)
             if isinstance(message, ServiceStop):
                 self._loop.call_soon_threadsafe(self._stopped.set)

@@ -16,6 +16,10 @@ from typing import Any
 LENGTH = struct.Struct("!Q")
 
 
+class UnreadableMessage(RuntimeError):
+    """A whole message has arrived that cannot be unpickled, e.g. because this process lacks a module. The next one can be read."""
+
+
 def packed(message: Any) -> bytes:
     """Serialize a message with its length prefix. Raises pickling errors."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
@@ -43,9 +47,13 @@ class Wire:
             self._socket.sendall(data)
 
     def receive(self) -> Any:
-        """Receive the next message. Raises EOFError if the other end is closed."""
+        """Receive the next message. Raises EOFError if the other end is closed, and UnreadableMessage."""
         (length,) = LENGTH.unpack(self._read(LENGTH.size))
-        return pickle.loads(self._read(length))  # noqa: S301 -- see the class
+        data = self._read(length)
+        try:
+            return pickle.loads(data)  # noqa: S301 -- see the class
+        except Exception as error:
+            raise UnreadableMessage(f"a message cannot be read: {type(error).__name__}: {error}") from error
 
     def _read(self, count: int) -> bytearray:
         data = bytearray(count)

@@ -22,7 +22,7 @@ _SAMPLED_GROUPS = 4  # row groups of a parquet file from which a sample is read
 class Row:
     """One row, and its position in the files for error messages."""
 
-    where: str  # "train.parquet, row 17"
+    where: str  # "train.parquet, row 17", counted from 0, or "train.jsonl, line 18", counted from 1
     values: dict[str, Any]
 
     def get(self, column: str, kind: type) -> Any:
@@ -61,7 +61,7 @@ def iterate_rows(
     )
 
 
-def parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
+def rows_with_all_columns(file: Path) -> Iterator[dict[str, Any]]:
     """Iterate over the rows of a parquet file with all its columns. ValueError if it cannot be read."""
     if file.suffix != ".parquet":
         raise ValueError(f"{file} is not a .parquet file")
@@ -158,7 +158,7 @@ def _content_text(content: Any) -> str:
 
 
 def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows to one parquet file; the same rows give the same bytes."""
+    """Write rows to one parquet file. With one version of pyarrow, the same rows give the same bytes."""
     import pyarrow
     import pyarrow.parquet
 
@@ -168,6 +168,7 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def check_file(file: Path) -> None:
+    """Raise ValueError if the file is missing, or neither .parquet nor .jsonl."""
     if not file.is_file():
         raise ValueError(f"{file}: no such file{_neighbours(file)}")
     if file.suffix not in (".parquet", ".jsonl"):
@@ -209,18 +210,18 @@ def _parquet_sample(file: Path, count: int, selection: ColumnSelection) -> tuple
         groups = _spread(len(sizes), _SAMPLED_GROUPS)
         for place, group in enumerate(groups):
             share = count * (place + 1) // len(groups) - count * place // len(groups)
-            selected, start = {*_spread(sizes[group], share)}, 0
+            selected, start, first = {*_spread(sizes[group], share)}, 0, sum(sizes[:group])
             for batch in opened.iter_batches(row_groups=[group], **options):
                 for number in sorted(selected & {*range(start, start + len(batch))}):
                     (values,) = batch.slice(number - start, 1).to_pylist()
-                    where = f"{file}, row {sum(sizes[:group]) + number}"
+                    where = f"{file}, row {first + number}"
                     rows.append(Row(where, selection.values(where, values)))
                 start += len(batch)
         return rows, sum(sizes)
 
 
 def _spread(size: int, count: int) -> list[int]:
-    """Return at most `count` evenly spaced numbers of range(size), including the first and the last."""
+    """Return at most `count` evenly spaced numbers of range(size): the first, and from two on the last."""
     if count >= size:
         return list(range(size))
     return sorted({round(number * (size - 1) / max(count - 1, 1)) for number in range(count)})

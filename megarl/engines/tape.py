@@ -1,7 +1,6 @@
-"""The tape of an engine: the step at which each request, update of the weights, hand-over and copy of requests entered. A
-replay repeats it.
+"""The tape of an engine, which a replay repeats: the step at which each request and each update of the weights entered.
 
-An engine samples the same tokens if the same requests and updates enter at the same of its steps (equal device, library
+Hand-overs and copies of requests are on it, too. An engine samples the same tokens if the same requests and updates enter at the same of its steps (equal device, library
 and float32 arithmetic; see docs/replay.md). A tape file has one JSON object per line. Each start of the run begins a
 segment with its number; an event follows when it has entered::
 

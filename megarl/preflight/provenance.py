@@ -1,5 +1,7 @@
-"""Provenance of a run's start: installation, command line, and digests of recipe, model and data. It is in summary.json, per start,
-and in the checkpoints."""
+"""Provenance of a run's start: installation, command line, and digests of recipe, model and data.
+
+summary.json has it of each start, and so has each checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainers that have failed start again while the engines go on (`train.trainer_restarts`)."""
+"""Count the restarts of failed trainers (`train.trainer_restarts`): limit and metric. `recovery.py` restarts them."""
 
 from __future__ import annotations
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megarl.cluster.failures import ProcessInfo
+from megarl.cluster.failures import ProcessInfo, ServiceDied
 from megarl.cluster.ray import env as ray_env
 
 ray_env.prepare(private=True)
 
 from megarl.cluster.ray import service as ray_service  # noqa: E402 -- after the variables that Ray reads at import
+from megarl.cluster.ray.failures import death_cause  # noqa: E402
 
 
 class Actor:
@@ -42,3 +44,24 @@ def test_stop_waits_for_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch) 
     service.stop()
     assert not Path(f"/proc/{process.pid}").exists(), "Ray reports the end of a process before the system does"
     assert calls == [("stop", ray_service.STOP_SECONDS), "kill", ("lifetime", ray_service.KILL_SECONDS)]
+
+
+def test_a_call_fails_if_ray_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an exception, the caller would wait for ever."""
+
+    def broken(*args: Any, **options: Any) -> Any:
+        raise ray_service.ray.exceptions.RaySystemError(RuntimeError("the control store is gone"))
+
+    monkeypatch.setattr(ray_service, "ray_wait", broken)
+    device: Any = SimpleNamespace(node_ip="127.0.0.1", node_id="node")
+    service = ray_service.RayService(Actor(), ProcessInfo("engine0", pid=1), "engine0", [device], "a:B", ())
+    done: Future[Any] = Future()
+    result = service._chain(SimpleNamespace(future=lambda: done), lambda value: value)
+    done.set_exception(ray_service.RayActorError())
+    with pytest.raises(ServiceDied, match="the control store is gone"):
+        result.result(timeout=10)
+
+
+def test_a_process_that_ray_cannot_reach_is_not_called_killed() -> None:
+    error = ray_service.ray.exceptions.ActorUnavailableError("the node does not answer", None)
+    assert "may still run" in death_cause(error)

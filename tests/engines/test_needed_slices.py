@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megarl.engines.vllm.needed_slices import needed_slices
+from megarl.engines.vllm.needed_slices import is_unused, needed_slices
 
 
 class Model(torch.nn.Module):
@@ -113,3 +114,19 @@ class Strict(Model):
 def test_a_parameter_that_is_missing_before_the_first_tensor_is_named(tensors: list) -> None:
     with pytest.raises(ValueError, match="has no parameter 'rotary', which its loader looks up at its start"):
         needed_slices(Strict(), tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "unused"),
+    [
+        ("model.layers.2.eh_proj.weight", True),  # a prediction layer after the last
+        ("model.language_model.layers.2.enorm.weight", True),
+        ("model.layers.1.mlp.gate.weight", False),
+        ("model.vision_model.encoder.layers.5.mlp.fc1.weight", False),  # the tower's layers are others
+        ("lm_head.weight", True),
+        ("model.embed_tokens.weight", False),
+    ],
+)
+def test_unused_tensors_are_text_layers_after_the_last_and_a_tied_output_layer(name: str, unused: bool) -> None:
+    config = SimpleNamespace(num_hidden_layers=2, tie_word_embeddings=True)
+    assert is_unused(name, config) is unused

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.support.megatron_training import build, platform
 
@@ -22,6 +22,10 @@ from safetensors.torch import save_file  # isort: skip
 from megarl.megatron.lora import attach, peft  # isort: skip
 import torch.distributed as dist  # isort: skip
 
+if TYPE_CHECKING:
+    from megarl.weight_sync.sender import UpdatingRank
+    from megarl.weight_sync.session import Session
+
 
 class Trainer:
     def __init__(self, case: dict[str, Any]) -> None:
@@ -29,8 +33,8 @@ class Trainer:
         self.trainer = build(case)
         self.rank = dist.get_rank()
         self.sender: Any = None
-        self.exporting: Any = None
-        self.adapting: Any = None
+        self.exporting: UpdatingRank | None = None
+        self.adapting: UpdatingRank | None = None
 
     def rebuild(self, megatron: dict[str, Any], dtype: str) -> None:
         """The same model in another layout."""
@@ -53,23 +57,26 @@ class Trainer:
         return self.sender.session
 
     def open_export(self, receivers: list[Any]) -> Any:
-        self.exporting = self._sender(receivers, None)
-        return self.exporting.session
+        self.exporting, session = self._sender(receivers, None)
+        return session
 
     def open_adapters(self, receivers: list[Any]) -> Any:
-        self.adapting, self.based = self._sender(receivers, self.trainer.recipe.lora.alpha), False
-        return self.adapting.session
+        self.adapting, session = self._sender(receivers, self.trainer.recipe.lora.alpha)
+        self.based = False
+        return session
 
-    def _sender(self, receivers: list[Any], adapter_alpha: float | None) -> Any:
+    def _sender(self, receivers: list[Any], adapter_alpha: float | None) -> tuple[UpdatingRank, Session | None]:
+        """Return this rank's part in full updates, and rank 0's session."""
         from megarl.weight_sync.full.sender import FullSender
         from megarl.weight_sync.sender import ExportingRank
 
         if self.rank != 0:
-            return ExportingRank()
+            return ExportingRank(), None
         pairs = [tuple(receiver) for receiver in receivers]
-        return FullSender.open(
+        sender = FullSender.open(
             "127.0.0.1", pairs, bucket_bytes=1 << 18, timeout=60.0, heartbeat_timeout=8.0, adapter_alpha=adapter_alpha
         )
+        return sender, sender.session
 
     def set_fingerprints(self, on: bool) -> None:
         from tests.support.without_fingerprints import set_fingerprints

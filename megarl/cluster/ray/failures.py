@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ray.exceptions import ActorDiedError, RayActorError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 
 from megarl.cluster.failures import Failure, ProcessInfo
 
@@ -23,6 +23,10 @@ def not_started(place: ProcessInfo, seconds: float) -> Failure:
 def death_cause(error: RayActorError) -> str:
     """Describe in one line how an actor's process ended, from Ray's report."""
     text = str(error)
+    if isinstance(error, ActorUnavailableError):
+        return (
+            "Ray cannot reach its process, which may still run: its machine is overloaded or cut off from the network"
+        )
     if code := re.search(r"exit code (\d+)", text):
         return f"its process exited with code {code.group(1)}"
     if "memory" in text and "killed" in text and "End of file" not in text:

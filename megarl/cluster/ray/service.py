@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +80,7 @@ class RayService:
 
     @property
     def host(self) -> str:
+        """The machine of the process. Waits until the process has started, for `START_SECONDS` at most."""
         return self.place().host
 
     @property
@@ -164,7 +165,7 @@ class RayService:
                 return Failure.death(self._place, death_cause(error))
         return Failure.death(self._place, "it was stopped" if self.stopping else death_cause(error))
 
-    def _chain(self, ref: Any, convert: Any) -> Future[Any]:
+    def _chain(self, ref: Any, convert: Callable[[Any], Any]) -> Future[Any]:
         result: Future[Any] = Future()
         result.set_running_or_notify_cancel()  # an answer will come: it cannot be cancelled
 
@@ -180,15 +181,19 @@ class RayService:
         return result
 
     def _fail(self, result: Future[Any], done: Future[Any]) -> None:
+        try:
+            result.set_exception(self._failure_of(done))
+        except Exception as error:  # noqa: BLE001 -- Ray itself failed: without an exception, the caller would wait for ever
+            result.set_exception(ServiceDied(Failure.raised(self._place, Raised.of(error))))
+
+    def _failure_of(self, done: Future[Any]) -> CallFailed | ServiceDied:
         error = done.exception()
         if error is None:
             kind = ServiceDied if isinstance(done.result(), ConstructorFailed) else CallFailed
-            result.set_exception(kind(Failure.raised(self.place(), done.result())))
-            return
+            return kind(Failure.raised(self.place(), done.result()))
         failure = self.failure()
         if failure is None and isinstance(error, RayActorError):
             failure = self._death(error)
         if failure is None:
-            result.set_exception(CallFailed(Failure.raised(self.place(), Raised.of(error))))
-        else:
-            result.set_exception(ServiceDied(failure))
+            return CallFailed(Failure.raised(self.place(), Raised.of(error)))
+        return ServiceDied(failure)

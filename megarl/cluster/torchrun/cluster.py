@@ -36,8 +36,8 @@ from megarl.cluster.stacks.channel import read_stacks, with_system_facts
 from megarl.cluster.stacks.report import GroupStacks
 from megarl.cluster.stacks.stall import StallWatch
 from megarl.cluster.torchrun.local_service import LocalService
+from megarl.cluster.torchrun.peers import TERMINATE_SECONDS, LocalRank, PeerRank, listen
 from megarl.cluster.torchrun.rank import CallMessage, ConstructMessage, StopMessage
-from megarl.cluster.torchrun.ranks import TERMINATE_SECONDS, LocalRank, PeerRank, listen
 from megarl.types import DataRef, InlineData
 
 DEATH_SECONDS = 2.0  # time until the controller also notices a death that torchrun noticed first

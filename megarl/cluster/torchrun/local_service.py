@@ -24,7 +24,7 @@ from megarl.cluster.failures import (
 from megarl.cluster.orphan_reaper import OrphanReaper
 from megarl.cluster.process import child_environment
 from megarl.cluster.service import CONSTRUCTED, ServiceCall, ServiceStart, ServiceStop
-from megarl.cluster.wire import SendQueue, Wire
+from megarl.cluster.wire import SendQueue, UnreadableMessage, Wire
 from megarl.types import InlineData
 
 STOP_SECONDS = 5.0  # time for an object's shutdown() before its process is killed
@@ -134,6 +134,9 @@ class LocalService:
             try:
                 number, outcome = self._wire.receive()
             except EOFError:
+                break
+            except UnreadableMessage as error:  # which call it answers is unknown
+                self.kill(Failure.raised(self.place, Raised.of(error)))
                 break
             if number == CONSTRUCTED:
                 constructor_error = outcome if isinstance(outcome, Raised) else None

@@ -18,8 +18,9 @@ from megarl.cluster.base import load_class
 from megarl.cluster.failures import ProcessInfo, Raised, Returned, run
 from megarl.cluster.process import die_with_parent, ignore_interrupt, redirect_output
 from megarl.cluster.stacks.channel import serve_stacks
-from megarl.cluster.wire import Wire
+from megarl.cluster.wire import UnreadableMessage, Wire
 
+LONGEST_SOCKET_PATH = 107  # bytes, Linux
 JOIN_SECONDS = 300.0  # time for the ranks to import their modules and connect
 
 
@@ -44,12 +45,15 @@ class StopMessage:
 
 
 class RankWorker:
-    """Worker object of a rank."""
+    """Constructs a rank's object and calls its methods."""
 
     def __init__(self) -> None:
         self._worker: Any = None
 
-    def answer(self, message: ConstructMessage | CallMessage) -> Returned | Raised:
+    def answer(self, message: ConstructMessage | CallMessage | Raised) -> Returned | Raised:
+        """Do what `message` says. Raised: a message that could not be read, whose answer is its error."""
+        if isinstance(message, Raised):
+            return message
         if isinstance(message, CallMessage):
             return run(lambda: getattr(self._worker, message.method)(*message.args))
         return run(self._construct, message)
@@ -65,8 +69,12 @@ def is_controller() -> bool:
 
 
 def socket_path() -> Path:
-    """Path of the controller's socket, derived from the process id of torchrun, the parent of all ranks."""
-    return Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}-{os.getppid()}" / "control"
+    """Path of the controller's socket, derived from the process id of torchrun, the parent of all ranks.
+
+    In /tmp if the system's limit for paths of sockets (`man 7 unix`) is below the length of a path in TMPDIR.
+    """
+    path = Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}-{os.getppid()}" / "control"
+    return path if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH else Path("/tmp", *path.parts[-2:])
 
 
 def serve(log_dir: Path) -> None:
@@ -108,6 +116,8 @@ def _read_calls(wire: Wire, messages: queue.SimpleQueue[Any], name: str, console
         except EOFError:
             os.write(console, f"megarl: {name} ends: the controller (rank 0) has ended.\n".encode())
             os._exit(1)  # the main thread may be in a collective that cannot complete
+        except UnreadableMessage as error:
+            message = Raised.of(error)
         if isinstance(message, StopMessage) and message.now:
             os._exit(0)  # the controller reports the failure, by message and exit status
         messages.put(message)
@@ -123,5 +133,7 @@ def _connect(place: ProcessInfo) -> Wire:
         except (FileNotFoundError, ConnectionRefusedError) as error:  # rank 0 is still importing
             connection.close()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{place.name}: the controller (rank 0) did not create {path} in time.") from error
+                raise TimeoutError(
+                    f"{place.name}: the controller (rank 0) did not listen at {path} within {JOIN_SECONDS:.0f} s."
+                ) from error
             time.sleep(0.05)

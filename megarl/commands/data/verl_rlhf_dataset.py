@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from torch.utils.data import Dataset
 
 from megarl.agents import verl_stand_in
-from megarl.data.rows import parquet_rows
+from megarl.data.rows import rows_with_all_columns
 
 
 def provide() -> None:
@@ -59,7 +59,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         """Do nothing: the files are local."""
 
     def _read_files_and_tokenize(self) -> None:
-        self.dataframe: Any = RowList(row for file in self.data_files for row in parquet_rows(Path(file)))
+        self.dataframe: Any = RowList(row for file in self.data_files for row in rows_with_all_columns(Path(file)))
         if 0 < self.max_samples < len(self.dataframe):
             self.dataframe = RowList(self.dataframe[: self.max_samples])
         self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)

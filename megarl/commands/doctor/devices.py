@@ -23,7 +23,9 @@ def platform(machine: Machine, needs: Needs) -> Iterator[Finding]:
     kind, why = chosen.kind, chosen.why
     sees = torch_sees(machine) if machine.version("torch") else TorchSees()
     if sees.error:
-        yield fail(f"{kind.name}, and `import torch` fails: {sees.error}", kind.import_remedy)
+        late = "run the doctor again: torch's files are read for the first time, or the machine is busy"
+        remedy = late if sees.late else kind.import_remedy
+        yield fail(f"{kind.name}, and `import torch` fails: {sees.error}", remedy)
         return
     present = [(other, machine.glob(other.files)) for other in KINDS if other.files and other is not kind]
     idle = [f"{len(files)} of {other.files}" for other, files in present if files]

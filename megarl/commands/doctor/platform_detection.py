@@ -36,6 +36,7 @@ class TorchSees:
     """Devices that torch sees. `error` is the reason if torch could not be asked, else ""."""
 
     error: str = ""
+    late: bool = False  # torch could not be asked, because its import did not end in time
     kind: str = "cpu"
     names: tuple[str, ...] = ()
     version: str = ""
@@ -59,9 +60,9 @@ def torch_sees(machine: Machine) -> TorchSees:
     """Run `seen` on `machine`, in a child process."""
     output = machine.python_code(_ASK_TORCH, _TORCH_SECONDS)
     if not output.good:
-        return TorchSees(error=output.last_error)
+        return TorchSees(error=output.last_error, late=output.status == -1)
     answer = json.loads(output.text.strip().splitlines()[-1])
-    return TorchSees("", answer["kind"], tuple(answer["names"]), answer["version"], answer["cuda"])
+    return TorchSees(kind=answer["kind"], names=tuple(answer["names"]), version=answer["version"], cuda=answer["cuda"])
 
 
 def platform_of(machine: Machine, needs: Needs) -> Chosen:

@@ -8,6 +8,7 @@ through the loader in every update, with all other tensors of the same layer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder, as_matrix
 
+_TEXT_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 # In-place operators on parameters without a tensor of the checkpoint: vLLM clears vocabulary padding with them.
 _CLEARS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
@@ -54,8 +56,8 @@ class _Copy:
     source: str
     slice: tuple[int, int, int, int] | None  # (row, column, rows, columns); None: not a rectangular slice
     target: str
-    offset: int
-    stride: int
+    offset: int  # of the slice's first element in the target's storage, in elements
+    stride: int  # between the slice's rows in the target's storage, in elements
 
 
 class _Trace(TorchDispatchMode):
@@ -111,17 +113,17 @@ class _Trace(TorchDispatchMode):
     def slice_table(self) -> SliceTable:
         whole = self._whole_names()
         table = SliceTableBuilder()
-        shapes = {name: tensor for name, tensor in self._sources.values()}
+        watched = {name: tensor for name, tensor in self._sources.values()}
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._targets.values()}
-        for name in shapes:  # in the checkpoint's order
+        for name, tensor in watched.items():  # in the checkpoint's order
             if name in whole:
-                table.add_whole(name, shapes[name].shape, str(shapes[name].dtype).removeprefix("torch."))
+                table.add_whole(name, tensor.shape, str(tensor.dtype).removeprefix("torch."))
         for copy in self._copies:
             if copy.source not in whole:
                 assert copy.slice is not None
-                tensor = table.tensor(copy.source, shapes[copy.source].shape)
+                source = table.tensor(copy.source, watched[copy.source].shape)
                 parameter = table.parameter(copy.target, dtypes[copy.target])
-                table.add(tensor, copy.slice, parameter, copy.offset, copy.stride)
+                table.add(source, copy.slice, parameter, copy.offset, copy.stride)
         return table.build()
 
     def _whole_names(self) -> set[str]:
@@ -191,7 +193,7 @@ def _merge_dims(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 def is_unused(name: str, config: Any) -> bool:
     """Return True for exported tensors that an engine never reads: multi-token-prediction layers after the last layer, and
     an output layer that shares the embedding's weights."""
-    parts = name.split(".")
-    if "layers" in parts and int(parts[parts.index("layers") + 1]) >= config.num_hidden_layers:
+    layer = _TEXT_LAYER.match(name)
+    if layer is not None and int(layer[1]) >= config.num_hidden_layers:
         return True
     return bool(getattr(config, "tie_word_embeddings", False)) and name.endswith("lm_head.weight")

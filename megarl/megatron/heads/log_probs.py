@@ -1,7 +1,6 @@
-"""Log-probs, entropy and sums of squared probabilities from hidden states, with the output layer split over
-tensor-parallel ranks.
+"""Log-probs, entropy and sums of squared probabilities from hidden states, without all logits at once.
 
-Logits exist for one block of tokens at a time, so peak memory is tokens + vocabulary instead of tokens x vocabulary.
+The output layer is split over tensor-parallel ranks. Logits exist for one block of tokens at a time, so peak memory is tokens + vocabulary instead of tokens x vocabulary.
 The backward pass recomputes the logits of each block, or reads them back with `keep_logits`. Ranks exchange three
 numbers per token (four with sums of squares) and one per label.
 """

@@ -15,6 +15,7 @@ from megarl.commands.doctor.npu_checks import Chip, chips
 from tests.support.doctor_machine import (
     A2,
     A3,
+    AT_LIMIT,
     GIB,
     INSTALL_INFO,
     MACHINES,
@@ -60,6 +61,7 @@ FAULTS: dict[str, Fault] = {
     "Python of another set": ("npu", lambda m: setattr(m, "python", (3, 11, 9)), "python", "warning", ["Python 3.12"], RECIPE),
     "CUDA's torchvision on a CPU": ("cpu", lambda m: m.packages.update({"torchvision": "0.28.0"}), "pairs", "FAIL", ["+cpu build"], RECIPE),
     "torch does not import": ("cuda", lambda m: m.broken.update({"import json, torch": "ImportError: libcudnn.so.9"}), "platform", "FAIL", ["libcudnn.so.9"], RECIPE),
+    "torch imports slowly": ("npu", lambda m: m.broken.update({"import json, torch": AT_LIMIT}), "platform", "FAIL", ["did not end", "run the doctor again"], RECIPE),
     "Megatron does not import": ("cpu", lambda m: m.broken.update({"megarl.megatron.trainer": "ImportError: cannot import name 'x'"}), "imports", "FAIL", ["cannot import name", "python -c"], RECIPE),
     "vLLM's build for another device": ("npu", lambda m: setattr(m, "engine", "cuda"), "imports", "FAIL", ["'cuda'", "npu"], RECIPE),
     "NPUs that nothing uses": ("npu", lambda m: (m.packages.pop("torch-npu"), m.torch.update(kind="cpu")), "platform", "warning", ["left idle", "torch_npu"], Needs()),

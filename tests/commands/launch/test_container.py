@@ -19,7 +19,8 @@ SSH = """#!/usr/bin/env bash
 [ "$1 $2 $3" = "-n -o ServerAliveInterval=60" ] || exit 99
 export HOST=$4
 # Processes of another machine are in another session, and inherit no ignored signals.
-exec setsid --wait env --default-signal=INT,TERM,HUP bash -c "$5"
+# The login shell of a host may be any: dash reads no quotes of bash.
+exec setsid --wait env --default-signal=INT,TERM,HUP sh -c "$5"
 """
 DOCKER = """#!/usr/bin/env bash
 [ "$1 $2 $3 $4" = "exec -w /opt/megarl megarl" ] || exit 98

@@ -12,10 +12,10 @@ import threading
 import time
 from typing import Any
 
-from megarl.cluster.failures import Failure, ProcessInfo, Returned
+from megarl.cluster.failures import Failure, ProcessInfo, Raised, Returned
 from megarl.cluster.process import private_directory
 from megarl.cluster.torchrun.rank import JOIN_SECONDS, RankWorker, StopMessage, socket_path
-from megarl.cluster.wire import SendQueue, Wire
+from megarl.cluster.wire import SendQueue, UnreadableMessage, Wire
 
 TERMINATE_SECONDS = 3.0  # time to find the failed rank after torchrun's SIGTERM, and for ranks to end
 
@@ -39,6 +39,8 @@ class PeerRank:
                 self.death = Failure.death(self.place, cause)
                 self.answers.put(self.death)
                 return
+            except UnreadableMessage as error:
+                outcome = Raised.of(error)
             self.answers.put(outcome if isinstance(outcome, Returned) else Failure.raised(self.place, outcome))
 
     def send(self, message: Any) -> None:
