@@ -12,6 +12,9 @@ from typing import Any
 
 import yaml
 
+from megarl.observe.advice.advise import Advice, advise
+from megarl.observe.advice.facts import Facts
+from megarl.observe.advice.of_run import newest_samples, silence_of
 from megarl.observe.console import clock, short
 from megarl.observe.json_lines import read_lines
 from megarl.observe.page.curves import rounded
@@ -33,6 +36,22 @@ STATUS_TEXTS = {
     "killed": ("bad", "ended without closing (killed, or the machine went down)"),
     "unknown": ("warn", "status unknown"),
 }
+
+
+def advice_of(
+    run_dir: RunDirectory,
+    lines: list[dict[str, float]],
+    settings: dict[str, Any],
+    sessions: list[dict[str, Any]],
+    notices: list[dict[str, Any]],
+    status: str,
+    spans: list[dict[str, Any]],
+) -> list[Advice]:
+    """Return the findings about a run. status: a key of `STATUS_TEXTS`. spans: the newest of its trace."""
+    last = int(lines[-1]["step"]) if lines else 0
+    silence = silence_of(run_dir, spans, last) if status == "running" else None
+    ettr = _effective_time(run_dir, lines, sessions, status) or {}
+    return advise(Facts(lines, settings, newest_samples(run_dir), sessions, notices, ettr, silence))
 
 
 def read_summary(run_dir: RunDirectory, gaps: list[str]) -> dict[str, Any]:
@@ -87,12 +106,19 @@ def run_facts(
 def time_facts(
     run_dir: RunDirectory, lines: list[dict[str, float]], sessions: list[dict[str, Any]], status: str
 ) -> list[tuple[str, str]]:
-    """Return the effective training time. A killed run ends with its last line of metrics."""
+    """Return the effective training time."""
+    effective = _effective_time(run_dir, lines, sessions, status)
+    return [("Effective time", time_text(effective))] if effective and effective["ratio"] is not None else []
+
+
+def _effective_time(
+    run_dir: RunDirectory, lines: list[dict[str, float]], sessions: list[dict[str, Any]], status: str
+) -> dict[str, float | None] | None:
+    """Return the effective training time; None if it is unknown. A killed run ends with its last line of metrics."""
     if not sessions or not lines:
-        return []
+        return None
     end = time.time() if status == "running" else run_dir.metrics.stat().st_mtime
-    effective = effective_time(sessions, lines, read_lines(run_dir.discarded_metrics)[0], end)
-    return [("Effective time", time_text(effective))] if effective["ratio"] is not None else []
+    return effective_time(sessions, lines, read_lines(run_dir.discarded_metrics)[0], end)
 
 
 def key_figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:

@@ -9,9 +9,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.observe.advice.advise import Advice
+from megarl.observe.advice.of_run import METRICS
 from megarl.observe.page.charts import present
 from megarl.observe.page.facts import (
     STATUS_TEXTS,
+    advice_of,
     key_figures,
     parsed_settings,
     phase_times,
@@ -53,6 +56,7 @@ class ViewedRun:
         self._trace = TraceTail(self.run_dir.trace)
         self._summary: tuple[tuple[int, int] | None, dict[str, Any], list[str]] = (None, {}, [])
         self._status = ("", 0.0)  # status, and when the lock was looked at
+        self._advice: tuple[tuple[Any, ...], list[Advice]] = ((), [])  # what it was found from, and the findings
 
     def state(self) -> dict[str, Any]:
         """Return what tells the page that something is new: counts of lines, the newest samples, the status."""
@@ -68,6 +72,7 @@ class ViewedRun:
                 "trace": _size(self.run_dir.trace),
                 "summary": _changed(self.run_dir.summary),
                 "written": self._last_write(),
+                "silent_minutes": self._silent_minutes(),
             }
 
     def overview(self) -> dict[str, Any]:
@@ -94,6 +99,7 @@ class ViewedRun:
                 "error": summary.get("error"),
                 "facts": facts + time_facts(self.run_dir, times, sessions, status),
                 "figures": key_figures(self._metrics.lines(*_FIGURES, "timing_s/step")),
+                "advice": self._findings(parsed_settings(recipe), sessions, status),
                 "faults": faults(sessions, self._notices),
                 "provenance": provenance_lines(sessions),
                 "metrics": self._metrics.names,
@@ -259,6 +265,19 @@ class ViewedRun:
         times = [_changed(path) for path in (self.run_dir.metrics, self.run_dir.notices, self.run_dir.trace)]
         written = [changed[1] for changed in times if changed is not None]
         return max(written) / 1e9 if written else None
+
+    def _silent_minutes(self) -> int:
+        """Return for how many minutes a live run has written nothing: advice depends on it, and no file changes meanwhile."""
+        written = self._last_write()
+        return int((time.time() - written) // 60) if written and self._current_status() == "running" else 0
+
+    def _findings(self, settings: dict[str, Any], sessions: list[dict[str, Any]], status: str) -> list[Advice]:
+        """Return the advice, found again when a step, a notice or a minute of silence has been added."""
+        basis = (self._metrics.epoch, len(self._metrics.steps), len(self._notices), self._silent_minutes(), status)
+        if self._advice[0] != basis:
+            lines, spans = self._metrics.lines(*METRICS), self._trace.spans() if status == "running" else []
+            self._advice = (basis, advice_of(self.run_dir, lines, settings, sessions, self._notices, status, spans))
+        return self._advice[1]
 
 
 def chart_list(runs: Sequence[ViewedRun], names: Iterable[str] | None = None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ export function createOverview(root, app) {
     update(changed) {
       for (const run of app.shown) {
         const kinds = changed.get(run.id);
-        if (kinds && ["metrics", "notices", "status", "summary", "samples"].some((kind) => kinds.has(kind))) load(run);
+        if (kinds && ["metrics", "notices", "status", "summary", "samples", "silent_minutes"].some((kind) => kinds.has(kind))) load(run);
       }
     },
   };
@@ -39,6 +39,8 @@ function content(data, run) {
     data.error ? h("p", { class: "error" }, data.error) : null,
     data.gaps.length ? h("ul", { class: "gaps" }, data.gaps.map((text) => h("li", {}, text))) : null,
     h("div", { class: "figures" }, figures),
+    data.advice.length ? h("h3", {}, "Advice") : null,
+    data.advice.length ? h("ul", { class: "list" }, data.advice.map(advice)) : null,
     data.faults.length ? h("h3", {}, "Faults") : null,
     data.faults.length ? h("p", { class: "note" }, "Starts that failed or were killed, and deaths of engines and trainers in a run that went on.") : null,
     data.faults.length
@@ -56,4 +58,9 @@ function provenance(lines) {
     h("p", { class: "note" }, "Of the last start. `megarl reproduce` compares it with an installation, and repeats the run."),
     h("table", { class: "provenance" }, h("tbody", {}, rows)),
   ];
+}
+
+function advice({ kind, what, evidence, changes, note }) {
+  const tries = changes.flatMap((change, number) => [number ? " or " : "\nTry ", h("code", {}, change)]);
+  return h("li", { class: "warning" }, h("span", { class: "when" }, kind), " ", h("b", {}, what), `: ${evidence}`, tries, note ? `\n${note}` : "");
 }
