@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ from megarl.rollout.tape import ReplayPlan
 from megarl.rollout.teacher.scoring import Teacher
 from megarl.trainer.group import ActorGroup, CriticGroup
 from megarl.trainer.held_out import HeldOut
+from megarl.trainer.machine_load import MachineLoads
 from megarl.trainer.repeatable_steps import RepeatableSteps, keep_steps
 from megarl.trainer.restarts import TrainerRestarts
 from megarl.trainer.rollbacks import Rollbacks
@@ -88,6 +89,7 @@ class Run:
     rollbacks: Rollbacks | None = None  # None: spikes cause no rollback
     replay: ReplayPlan | None = None  # of train.replay
     fleet: Fleet | None = None  # None: the number of engines is fixed
+    machine_loads: MachineLoads = field(default_factory=MachineLoads)
 
     @property
     def device_count(self) -> int:

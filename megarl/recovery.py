@@ -80,6 +80,8 @@ def finish_step(run: Run, step: int) -> None:
         run.evaluate_policy(after_step=step)
     tokens = run.log.pending().get("perf/total_num_tokens", 0.0)
     run.log.add({"perf/throughput": tokens / run.log.elapsed() / run.device_count})
+    engines = run.fleet.engines if run.fleet is not None else run.profiling.engines
+    run.machine_loads.log(run.log, filter(None, (run.actor, run.critic)), engines)
     run.log.step(step)
 
 

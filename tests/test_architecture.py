@@ -50,7 +50,6 @@ HOMES = {
     "sglang": ("engines/sglang/",),
     "torch_npu": ("platform/npu.py",),
     "mindspeed": ("platform/npu.py",),
-    "plotly": ("observe/report/",),
     "tensorboard": ("observe/sinks.py", "commands/compare/"),
     "pyarrow": ("data/rows.py",),
     "huggingface_hub": ("hf/hub/",),
@@ -284,7 +283,7 @@ def test_reading_a_recipe_needs_nothing_heavy() -> None:
     code = (
         "import sys, megarl.cli; from megarl import load_recipe;"
         "load_recipe('recipes/quickstart.yaml');"
-        "heavy = {'torch', 'vllm', 'ray', 'transformers', 'megatron', 'plotly', 'pyarrow'} & set(sys.modules);"
+        "heavy = {'torch', 'vllm', 'ray', 'transformers', 'megatron', 'pyarrow'} & set(sys.modules);"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

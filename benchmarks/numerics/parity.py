@@ -22,7 +22,7 @@ computes for that sequence alone. A dash: the layout does not cut this model, or
 In {exact} of {count} cases the exported tensors are the original tensors, bit for bit.
 qwen2_tied and vl_tied: tied embeddings; qwen3_moe_raw: routing weights that are not normalized; deepseek_v3: MLA, a shared
 expert, leading dense layers, groups of experts, expert bias, YaRN and a layer for multi-token prediction; moonlight: the
-same architecture with other options; vl: Qwen2.5-VL, sequences with and without images.
+same architecture with other options; vl: Qwen2.5-VL, qwen3_vl: Qwen3-VL, sequences with and without images.
 Tests: `tests/megatron/test_layouts.py`, `tests/megatron/test_vl.py` (limit: 2e-5).
 
 `python -m benchmarks.numerics parity{command}`
@@ -45,8 +45,8 @@ def parity(short: bool) -> str:
         directory = Path(folder)
         for model in MODELS:
             write_model(model, directory / "models")
-        for model, fields in VL_MODELS.items():
-            write_vl_model(directory / "models" / model, **fields)
+        for model in VL_MODELS:
+            write_vl_model(directory / "models" / model, model)
         for processes in sorted({case["processes"] for case in every}):
             selected = [case for case in every if case["processes"] == processes]
             launch(processes, selected, directory, timeout=2 * 3600)

@@ -39,6 +39,8 @@ KNOWN = {
     "qwen3_5_moe": ("Qwen3.5-35B-A3B and other mixtures of Qwen3.5 and 3.6, on text", ("qwen3_5_moe",), ""),
     "qwen3_5_text": ("Qwen3.5 without its vision tower", ("qwen3_5_text",), ""),
     "qwen3_next": ("Qwen3-Next-80B-A3B", ("qwen3_next",), "qwen3_next"),
+    "qwen3_vl": ("Qwen3-VL", ("qwen3_vl", "qwen3_vl_tied"), ""),
+    "qwen3_vl_moe": ("Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B", ("qwen3_vl_moe",), ""),
 }
 """By `model_type`: published models; tiny models of the layout tests; tiny model that is compared with vLLM."""
 

@@ -56,7 +56,7 @@ class Outcome:
 def recipes() -> list[Path]:
     """Return the recipes that set model, data and algorithm, so that they can be run."""
     folder = ROOT / "recipes"
-    return [*sorted(folder.glob("*.yaml")), *sorted((folder / "tiny").glob("*.yaml"))]
+    return [path for part in ("", "cuda", "tiny") for path in sorted((folder / part).glob("*.yaml"))]
 
 
 def name_of(path: Path) -> str:

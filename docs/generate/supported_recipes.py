@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from docs.generate import verl_rows
 from megarl.preflight.load import load_recipe
 from megarl.recipe.schema import Recipe
 
@@ -18,8 +19,9 @@ PAGE = ROOT / "docs" / "supported_recipes.md"
 
 HEAD = """# Recipes for the models of verl's Ascend tables
 
-There is one recipe for each row of the tables in verl's Ascend quick start, with the settings of the row's public script, and one
-for each script of verl's precision report for Ascend, with the Megatron actor. None has run at full size yet. Tests check that
+There is one recipe for each row of the tables of verl's Ascend documentation that megarl can run, with the settings of the row's
+public script, and one for each script of verl's precision report for Ascend, with the Megatron actor.
+[Rows of verl's table](#rows-of-verls-table) lists all 41 rows of 2026-08. None has run at full size yet. Tests check that
 each recipe loads, that its layout divides the model's real config.json (`megarl/hf/published/`), that its processes fill the
 devices named in its header, that its batches divide, and that its tiny copy (`megarl rehearse RECIPE`) trains on two CPU cores.
 
@@ -38,8 +40,12 @@ Differences from the scripts:
 |---|---|---|---|---|---|
 """
 TAIL = """
-The row with sglang uses megarl's SGLang engine, which follows SGLang's sources and has not run on a device yet. It seeds each
+Rows with sglang use megarl's SGLang engine, which follows SGLang's sources and has not run on a device yet. It seeds each
 sample separately, so SGLang runs in its deterministic mode.
+
+## Rows of verl's table
+
+{ROWS}
 
 `python -m docs.generate.supported_recipes` writes this page.
 """
@@ -68,7 +74,12 @@ def rows() -> list[Row]:
 
 def document() -> str:
     """Return the text of the page."""
-    return HEAD + "\n".join(_line(row, load_recipe(row.path)) for row in rows()) + "\n" + TAIL
+    return (
+        HEAD
+        + "\n".join(_line(row, load_recipe(row.path)) for row in rows())
+        + "\n"
+        + TAIL.format(ROWS=verl_rows.table())
+    )
 
 
 def _read(path: Path) -> Row | None:

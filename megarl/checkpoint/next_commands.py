@@ -12,6 +12,7 @@ from pathlib import Path
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints, resume_hint
 from megarl.checkpoint.journal import newest_step
 from megarl.errors import InputError, RecipeError, SpoiledWeights
+from megarl.observe.advice.advise import advice_lines
 from megarl.observe.restarts import restarts_by_command
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sessions import time_lines
@@ -46,7 +47,7 @@ class Repetition:
 
 
 def after_training(recipe: Recipe, run: RunDirectory) -> list[str]:
-    """Return the last lines of a finished run: paths of the run, its report, checkpoint and model; its time and faults; commands.
+    """Return the last lines of a finished run: paths of the run, its report, checkpoint and model; its time and faults; advice; commands.
 
     Lists only existing files. Paths outside the current folder are absolute.
     """
@@ -57,13 +58,15 @@ def after_training(recipe: Recipe, run: RunDirectory) -> list[str]:
     paths += [("checkpoint", checkpoints[-1])] if checkpoints else []
     paths += [("model", model)] * model.is_dir()
     lines = [f"{recipe.name}: finished", *(f"  {name:<11} {shown(path)}" for name, path in paths)]
-    if run.summary.exists():
-        lines += [f"  {name:<11} {text}" for name, text in time_lines(json.loads(run.summary.read_text()))]
+    summary = json.loads(run.summary.read_text()) if run.summary.exists() else None
+    if summary is not None:
+        lines += [f"  {name:<11} {text}" for name, text in time_lines(summary)]
     if not checkpoints and not model.is_dir():
         lines.append(
             "  no weights were saved: train.save_at_end and train.export_at_end are off, train.save_every was never due"
         )
     commands = _commands(recipe, run, model if model.is_dir() else None, bool(checkpoints))
+    lines += advice_lines(summary["advice"]) if summary is not None else []
     return [*lines, *(["next:"] if commands else []), *(f"  {_COMMAND} {command}" for command in commands)]
 
 
@@ -84,6 +87,7 @@ def after_interruption(recipe: Recipe, run: RunDirectory) -> list[str]:
     """Return the last lines of a run that Ctrl-C or SIGTERM ended: its folder and how to resume."""
     return [
         f"{recipe.name}: stopped; its files are in {shown(run.path)}",
+        *(advice_lines(json.loads(run.summary.read_text())["advice"]) if run.summary.exists() else []),
         _resume_line(recipe.train, run.checkpoints, run.journal),
     ]
 

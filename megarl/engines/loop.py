@@ -66,7 +66,9 @@ class EngineLoop:
         self._failure: BaseException | None = None  # the cause of its death
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
+        self.running_step: int | None = None  # number of the step that runs, from 1; None between steps
         # state of the owning thread
+        self._steps = 0
         self._running: RunningRequests[_Job] = RunningRequests()
         self._copies: dict[
             str, list[GenerationRequest]
@@ -182,12 +184,18 @@ class EngineLoop:
                 if not self._stop and self._group is not None and not self._sync_group(self._group):
                     continue
                 if not self._stop:
-                    self._report(self._backend.step())
-                    self._tape.stepped()
+                    self._step()
         except BaseException as error:  # noqa: BLE001 - raised in every caller
             cause, failure = f"died: {type(error).__name__}: {error}", error
         finally:
             self._end(cause, failure)
+
+    def _step(self) -> None:
+        self._steps += 1
+        self.running_step = self._steps
+        self._report(self._backend.step())
+        self.running_step = None
+        self._tape.stepped()
 
     def _serve_commands(self) -> None:
         """Run queued commands until the queue is empty; blocks while the engine is idle.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from megarl.engines.vllm.route_support import RouteSupport, installed_support, support_of
 from megarl.errors import RecipeError
+from megarl.hf.families import family_of
 from megarl.platform.version_sets import VersionSet
 from megarl.recipe.derived.weight_sync_route import is_sharded, wants_adapters, why_not_sharded
 from megarl.recipe.schema import Recipe
@@ -73,8 +75,8 @@ def route_here(recipe: Recipe) -> WeightRoute:
     return route_of(recipe, support, f"vLLM {support.version}, installed here" if support else "")
 
 
-def check_route(recipe: Recipe, route: WeightRoute) -> None:
-    """Raise RecipeError if the recipe requires a route that its engines do not support."""
+def check_route(recipe: Recipe, route: WeightRoute, model: dict[str, Any] | None = None) -> None:
+    """Raise RecipeError for a route that the engines do not support. `model`: the policy's config.json; None: not known."""
     if recipe.train.source != "rollout":
         return
     if route.name == "none":
@@ -84,3 +86,15 @@ def check_route(recipe: Recipe, route: WeightRoute) -> None:
         problem = f"engines do not support it on {route.on}: {route.why}"
         remedy = "set weight_sync.route=auto or full (and weight_sync.transport=auto), or install another vLLM"
         raise RecipeError("weight_sync.route", problem, remedy, value="sharded")
+    if (
+        route.name == "full"
+        and recipe.rollout.engine == _ENGINE
+        and model is not None
+        and family_of(model).whole_experts
+    ):
+        problem = (
+            f"vLLM's loader of {model['model_type']} writes experts without the weight loaders that the full route needs, and "
+            f"this recipe takes it: {route.why}"
+        )
+        remedy = "set weight_sync.route=sharded, and leave out what excludes it"
+        raise RecipeError("weight_sync.route", problem, remedy, value=recipe.weight_sync.route)

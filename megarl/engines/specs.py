@@ -10,8 +10,8 @@ from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.lengths import longest_sample, longest_scored_sample
 from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.derived.weight_sync_route import wants_adapters
-from megarl.recipe.judge import JUDGE, JudgeConfig
-from megarl.recipe.schema import Recipe, TeacherConfig
+from megarl.recipe.judge import JUDGE, JudgeConfig, TeacherConfig
+from megarl.recipe.schema import Recipe
 
 
 def policy_spec(recipe: Recipe, name: str, *, updated: bool) -> EngineSpec:

@@ -15,6 +15,7 @@ from megarl.hf.config import layer_kinds, number_of_experts, text_fields, with_e
 from megarl.hf.families import family_of
 from megarl.hf.families.family import Family
 from megarl.hf.families.sizes import head_size, layer_parameters
+from megarl.hf.families.stacks import STACKS
 
 Config = dict[str, Any]
 
@@ -134,6 +135,20 @@ def _matrices(family: Family, config: Config, layer: int) -> dict[str, int]:
 def with_experts_of(config: Config, count: int) -> Config:
     """Return a configuration with `count` experts, if it has any."""
     return {**config, **with_experts(config, count)}
+
+
+def whole_experts(hf_config: Config) -> int:
+    """Count the elements of the experts that each engine rank collects whole, of all layers, during a sharded update.
+
+    Biases are included. 0 if engines need only slices.
+    """
+    family, config = family_of(hf_config), text_fields(hf_config)
+    if not family.whole_experts:
+        return 0
+    of_one = with_experts_of(config, 1)
+    layers = range(config["num_hidden_layers"])
+    shapes = (shape for layer in layers for row, shape in layer_parameters(family, of_one, layer) if row.kind in STACKS)
+    return number_of_experts(config) * sum(map(prod, shapes))
 
 
 def _attention(family: Family, config: Config, weights: list[int]) -> Attention:

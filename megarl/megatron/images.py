@@ -148,3 +148,31 @@ def batch_places(images: Images, lengths: list[int], layout: ImageLayout) -> tor
             for sequence, start, (begin, end) in zip(images.sequences, images.starts, pairwise(ends), strict=True)
         ]
     )
+
+
+def patch_places(rows: int, columns: int, merge: int) -> torch.Tensor:
+    """Return row and column of each patch of an image, int64 [patches, 2], in the stream's order: square by square."""
+    grid = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), -1)
+    squares = grid.view(rows // merge, merge, columns // merge, merge, 2)
+    return squares.transpose(1, 2).reshape(-1, 2)
+
+
+def patch_angles(places: torch.Tensor, size: int) -> torch.Tensor:
+    """Return rotary angles [patches, size] of a tower's heads of `size`: a quarter by row, a quarter by column, and both again."""
+    frequencies = 1.0 / 10000.0 ** (torch.arange(0, size // 2, 2, dtype=torch.float32) / (size // 2))
+    return (places.unsqueeze(-1) * frequencies).flatten(1).repeat(1, 2)
+
+
+def interpolation(places: torch.Tensor, limits: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices and weights [patches, 4] of the learned positions around each patch.
+
+    The learned positions are a square of `side` x `side`, with the image's corner patches in its corners. `places`: int64
+    [patches, 2], row and column of each patch; `limits`: the same shape, rows and columns of its image.
+    """
+    exact = places * ((side - 1) / (limits - 1).clamp(min=1).float())
+    low = exact.long().clamp(max=side - 1)
+    high, part = (low + 1).clamp(max=side - 1), exact - low
+    rows, columns = (torch.stack([low[:, axis], high[:, axis]], 1) for axis in (0, 1))
+    of_rows, of_columns = (torch.stack([1 - part[:, axis], part[:, axis]], 1) for axis in (0, 1))
+    indices = rows.unsqueeze(2) * side + columns.unsqueeze(1)
+    return indices.flatten(1), (of_rows.unsqueeze(2) * of_columns.unsqueeze(1)).flatten(1)

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from megarl.hf.config import number_of_experts, text_fields
-from megarl.hf.families import FAMILIES, has_tower
+from megarl.hf.families import FAMILIES, deepstack_layers, has_tower
 from megarl.recipe.trainers import MegatronConfig
 
 _MOST_NAMED = 64  # largest size that an error message proposes
@@ -27,6 +27,7 @@ def check_layout(hf_config: dict[str, Any], megatron: MegatronConfig, world_size
     _check_widths(hf_config, megatron)
     _check_vision_tower(hf_config.get("vision_config") if has_tower(hf_config) else None, megatron)
     _check_pipeline(hf_config, megatron)
+    _check_deepstack(hf_config, megatron)
     _check_experts(hf_config, megatron, data_parallel)
 
 
@@ -146,7 +147,7 @@ def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None
         return
     if has_tower(hf_config):
         raise ValueError(
-            f"megatron.virtual_pipeline={vpp}: mbridge cannot build virtual pipeline stages of a model with a vision tower. Leave "
+            f"megatron.virtual_pipeline={vpp}: megarl does not build virtual pipeline stages of a model with a vision tower. Leave "
             "megatron.virtual_pipeline unset."
         )
     if stages == 0:
@@ -159,6 +160,16 @@ def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None
         if count is not None:
             noun = f"the {count} layers of the {stage} pipeline stage{'s' if stage == 'other' else ''}"
             _check_divides(megatron, "virtual_pipeline", count, noun)
+
+
+def _check_deepstack(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
+    """Check that the first pipeline stage, which has the vision tower, has all text layers that the tower feeds."""
+    fed, first = deepstack_layers(hf_config), len(layers_of_chunks(hf_config["num_hidden_layers"], megatron)[0])
+    if first < fed:
+        raise ValueError(
+            f"The first pipeline stage has {first} layers, and the vision tower on it feeds the first {fed} (DeepStack). Set "
+            f"megatron.first_stage_layers to at least {fed}, or lower megatron.pipeline_parallel."
+        )
 
 
 def _check_experts(hf_config: dict[str, Any], megatron: MegatronConfig, data_parallel: int) -> None:

@@ -17,11 +17,12 @@ from typing import Any
 
 from megarl.atomic_files import AppendFile, Reserve, write_atomically
 from megarl.hf import hub
+from megarl.observe.advice.of_run import Adviser
 from megarl.observe.alerts import Alerts
 from megarl.observe.console import Console, make_console
 from megarl.observe.json_lines import drop_torn_line, json_line, read_lines, strict
 from megarl.observe.metrics import MetricsLog, read_metrics
-from megarl.observe.report.page import write_report
+from megarl.observe.page.report import write_report
 from megarl.observe.restarts import restart_cause, restarts_by_command
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import discard_steps_after, write_samples
@@ -96,6 +97,7 @@ class RunLog:
         self.trace = Trace(self.run_dir.trace)
         self._console: Console = make_console(self._recipe, first_step - 1, self._total_steps)
         self._parts.callback(self._console.close)
+        self._adviser = Adviser(self.run_dir, self._recipe, first_step - 1)
         self._productive = productive_seconds(read_metrics(self.run_dir.metrics))
         self._sessions = read_sessions(self.run_dir.summary, restart_cause())
         process = {"pid": os.getpid(), "host": socket.gethostname()}
@@ -299,6 +301,8 @@ class RunLog:
         self._metrics.write(step, metrics)
         self._warn_of_non_finite(step, metrics)
         self._console.step(step, metrics)
+        for advice in self._adviser.after(step, self._sessions):
+            self.notice(advice)
 
     def _warn_of_non_finite(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Warn of the first NaN or infinity of each metric: it is easily overlooked in a curve."""
@@ -356,6 +360,7 @@ class RunLog:
         lines = read_metrics(self.run_dir.metrics)
         discarded, notices = (read_lines(path)[0] for path in (self.run_dir.discarded_metrics, self.run_dir.notices))
         start = {str(n): session["start"]["seconds"] for n, session in enumerate(self._sessions) if "start" in session}
+        ettr = effective_time(self._sessions, lines, discarded, time.time())
         summary = {
             "name": self._recipe.name,
             "model": str(hub.name_of_folder(self._recipe.model.path) or self._recipe.model.path),
@@ -365,8 +370,9 @@ class RunLog:
             "total_steps": self._total_steps,
             **summarize(lines, start),
             "evaluation": _before_and_after(lines),
-            "ettr": effective_time(self._sessions, lines, discarded, time.time()),
+            "ettr": ettr,
             "faults": faults(self._sessions, notices),
+            "advice": self._adviser.findings(lines, sessions=self._sessions, notices=notices, ettr=ettr),
             "sessions": self._sessions,
         }
         write_atomically(self.run_dir.summary, json.dumps(strict(summary), indent=1).encode())

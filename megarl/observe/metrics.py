@@ -20,7 +20,7 @@ _NON_FINITE = {"NaN", "Infinity", "-Infinity"}
 _TIMES = (
     "timing_s/", "run/", "perf/throughput", "perf/tflops", "perf/max_memory", "perf/mfu", "checkpoint/", "rollout/judge_seconds",
     "weight_sync/seconds/", "rollout/wait_seconds/", "rollout/engines_idle", "rollout/load_seconds", "rollout/engines_behind",
-    "fleet/restart_seconds", "recovery/",
+    "fleet/restart_seconds", "recovery/", "host/",
     "rollout/outage_seconds",
 )  # fmt: skip
 # Figures of all samples, of an evaluation or of a data source. A repeated attempt at scoring changes no reward.

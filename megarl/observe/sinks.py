@@ -1,4 +1,4 @@
-"""Destinations of metrics in addition to metrics.jsonl: TensorBoard, wandb, SwanLab, MLflow.
+"""Destinations of metrics in addition to metrics.jsonl: TensorBoard, Prometheus, wandb, SwanLab, MLflow.
 
 TensorBoard's event files are files of the run: a failure to write them ends the run. Trackers depend on servers: a tracker
 that fails during the run warns once and gets no more metrics.
@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from megarl.atomic_files import disk_errors, write_atomically
+from megarl.observe.prometheus import PrometheusSink
 from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.hub_inputs import with_hub_names
 from megarl.recipe.schema import Recipe
@@ -181,6 +182,8 @@ def make_sinks(recipe: Recipe, run_dir: RunDirectory, first_step: int, warn: Cal
     if unknown:
         raise ValueError(f"observe.trackers: {unknown[0]!r} is an unknown tracker. Choose from {', '.join(TRACKERS)}.")
     sinks: list[Sink] = [TensorBoardSink(run_dir, first_step)] if recipe.observe.tensorboard else []
+    if recipe.observe.prometheus is not None:
+        sinks.append(PrometheusSink(recipe.name, recipe.observe.prometheus_host, recipe.observe.prometheus))
     named = with_hub_names(recipe)
     sinks += [GuardedTracker(name, TRACKERS[name](named, run_dir), warn) for name in recipe.observe.trackers]
     return sinks

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.observe.report.curves import thin
+from megarl.observe.page.curves import thin
 from megarl.rollout.metrics import of_evaluated, of_sampled, source_of
 
 MAX_STEPS = 200  # steps with tables in the report
@@ -104,7 +103,7 @@ def has_trouble(metrics: Figures) -> bool:
 
 
 def report_tables(lines: Sequence[Figures]) -> dict[str, Any]:
-    """Return the tables of data sources for report.html, by step.
+    """Return the tables of data sources for the page, by step.
 
     At most `MAX_STEPS` steps have tables, including the steps with the most samples that could not be scored.
     """
@@ -134,24 +133,22 @@ def report_tables(lines: Sequence[Figures]) -> dict[str, Any]:
     return {"steps": steps, "of": len(steps_with_sources)}
 
 
-def limit_curves(lines: Sequence[Figures]) -> tuple[list[dict[str, float]], str]:
-    """Return `lines` with the metrics of at most `MAX_CURVES` data sources, and a note about the sources left out.
+def limit_sources(lines: Sequence[Figures], names: Sequence[str]) -> tuple[list[str], str]:
+    """Return the metrics of `names` without those of all but `MAX_CURVES` data sources, and a note about the sources left out.
 
     The sources with the most samples over all steps are kept; ties are broken by the number of evaluation problems.
+    lines: metrics of each step, of which those that count samples and problems are read.
     """
-    weights: dict[str, float] = {}
+    weights = dict.fromkeys(filter(None, map(source_of, names)), 0.0)
     for line in lines:
-        for source, figures in itertools.chain(of_sampled(line).items(), of_evaluated(line).items()):
-            weights[source] = weights.get(source, 0.0) + figures.get("samples", 0.0)
-            weights[source] += 1e-6 * figures.get("problems", 0.0)
+        for figures_of, figure, weight in ((of_sampled, "samples", 1.0), (of_evaluated, "problems", 1e-6)):
+            for source, figures in figures_of(line).items():
+                weights[source] = weights.get(source, 0.0) + weight * figures.get(figure, 0.0)
     if len(weights) <= MAX_CURVES:
-        return [dict(line) for line in lines], ""
+        return list(names), ""
     kept = {None, *sorted(weights, key=lambda source: (-weights[source], source))[:MAX_CURVES]}
-    fewer = [{name: value for name, value in line.items() if source_of(name) in kept} for line in lines]
-    return (
-        fewer,
-        f"Curves show the {MAX_CURVES} largest of {len(weights):,} data sources; metrics.jsonl has all.",
-    )
+    note = f"Curves show the {MAX_CURVES} largest of {len(weights):,} data sources; metrics.jsonl has all."
+    return [name for name in names if source_of(name) in kept], note
 
 
 def _table(sources: Mapping[str, Figures], columns: Sequence[Column], limit: int) -> SourceTable:

@@ -19,8 +19,6 @@ from typing import Any
 from megarl.atomic_files import AppendFile
 from megarl.observe.json_lines import json_line
 
-_TAIL = 4 << 20  # bytes read back for the report's timeline
-
 
 class Trace:
     """Appends complete spans. A track is a (process, thread) pair of names; new tracks get increasing ids.
@@ -95,26 +93,6 @@ def _prepare_to_append(path: Path) -> bool:
         else:  # killed: drop a line that was cut short
             file.truncate(start + tail.rfind(b"\n") + 1)
     return True
-
-
-def read_trace_tail(path: Path) -> list[dict[str, Any]]:
-    """Return the last spans of a trace, oldest first: the dicts of the file, with ``process`` and ``thread`` names.
-
-    Reads at most the last 4 MiB and skips incomplete lines. Empty if the file is missing.
-    """
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        names = _track_names(path)
-        file.seek(max(0, size - _TAIL))
-        lines = file.read().split(b"\n")
-    events = [event for line in lines if (event := parse_event(line)) is not None]
-    spans = [event for event in events if event.get("ph") == "X"]
-    for span in spans:
-        span["process"] = names.get((span["pid"], 0), str(span["pid"]))
-        span["thread"] = names.get((span["pid"], span["tid"]), str(span["tid"]))
-    return spans
 
 
 def _known_tracks(path: Path) -> dict[tuple[str, str], tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -119,6 +119,18 @@ class Platform(ABC):
     def free_memory(self) -> float | None:
         """Free memory of this process's device in GiB; None if the device has no separate memory."""
         return self._api.mem_get_info()[0] / 2**30 if self.kind.torch_api else None
+
+    def device_load(self) -> Callable[[], tuple[float, float]] | None:
+        """Return a function that looks at this process's device, for `DeviceSampler`, in any thread; None if it has no counters."""
+        if not self.kind.torch_api:
+            return None
+        api, number = self._api, self._api.current_device()  # of this thread
+
+        def look() -> tuple[float, float]:
+            free, total = api.mem_get_info(number)
+            return 1 - free / total, api.utilization(number) / 100
+
+        return look
 
     def synchronize(self) -> None:
         """Wait until all work queued on this process's device is done."""

@@ -19,7 +19,8 @@ from megarl.errors import NotHereError, RecipeError, errors_of
 from megarl.preflight.recipe.reward import remote_notices
 from megarl.recipe.data import DataConfig, files_of, training_sets
 from megarl.recipe.derived.lengths import longest_sample
-from megarl.recipe.schema import Recipe, TeacherConfig
+from megarl.recipe.judge import TeacherConfig
+from megarl.recipe.schema import Recipe
 from megarl.rewards import ScorerSettings
 from megarl.rewards.weighted import Term, needed_columns, terms_of
 

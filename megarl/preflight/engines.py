@@ -7,8 +7,8 @@ from typing import Any
 from megarl import engines
 from megarl.errors import RecipeError
 from megarl.hf.config import number_of_experts, text_fields
-from megarl.recipe.judge import JudgeConfig
-from megarl.recipe.schema import RolloutConfig, TeacherConfig
+from megarl.recipe.judge import JudgeConfig, TeacherConfig
+from megarl.recipe.schema import RolloutConfig
 
 
 def check_engines(rollout: RolloutConfig) -> None:

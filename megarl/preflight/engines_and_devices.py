@@ -100,7 +100,7 @@ def route_notices(recipe: Recipe, config: dict[str, Any]) -> list[str]:
     if recipe.train.source != "rollout":
         return []
     route = route_here(recipe)
-    check_route(recipe, route)
+    check_route(recipe, route, config)
     if route.name != "full" or recipe.weight_sync.route != "auto":
         return []
     ranks, size = recipe.rollout.engines * recipe.rollout.tensor_parallel, model_shape(config).total

@@ -66,7 +66,7 @@ class DataConfig:
     )
     max_pixels: Optional[int] = key(
         None,
-        "Larger images are shrunk to this many pixels. A Qwen2.5-VL token covers 28 x 28 pixels. Unset: the image processor's setting.",
+        "Larger images are shrunk to this many pixels. A token covers 28 x 28 pixels in Qwen2.5-VL and 32 x 32 in Qwen3-VL. Unset: the image processor's setting.",
         at_least=1,
     )
     workers: Optional[int] = key(

@@ -1,8 +1,9 @@
-"""The recipe's section `judge`. megarl/preflight/judge.py checks its model and its prompt together with the data."""
+"""The recipe's sections of fixed models with engines: `judge` and `teacher`. megarl/preflight/judge.py checks the judge's model and
+its prompt together with the data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional
 
 from megarl.recipe.key import MOST_PROCESSES, key
@@ -61,3 +62,42 @@ class JudgeConfig:
         "Seconds without a finished group in an engine of the judge, while groups wait, after which the run fails and names the engine.",
         above=0,
     )
+
+
+@dataclass
+class SourceTeacher:
+    """An entry of `teacher.by_source`."""
+
+    path: str = key("", "The teacher, as `teacher.path`. Required.")
+    engines: int = key(1, "Number of its engines.", at_least=1, at_most=MOST_PROCESSES)
+
+
+@dataclass
+class TeacherConfig:
+    """The teacher of on-policy distillation (`algorithm.reference: teacher`): a fixed model that computes log-probs
+    of the policy's tokens. It runs in separate engines on separate devices."""
+
+    path: Optional[str] = key(
+        None,
+        "The teacher: a Hugging Face directory or a name on the hub. Its tokenizer must equal the policy's. Required with a teacher.",
+    )
+    by_source: dict[str, SourceTeacher] = key(
+        {},
+        "Several teachers, by the `data_source` of the row whose samples they score: `path` and `engines` of each, instead of `path` and `engines` of this section. They share its other settings.",
+    )
+    engine: str = key("vllm", "Engine, as `rollout.engine`.")
+    engines: int = key(1, "Number of engines. Each is a replica of the teacher.", at_least=1, at_most=MOST_PROCESSES)
+    tensor_parallel: int = key(1, "Tensor-parallel size within an engine.", at_least=1)
+    dtype: Optional[Literal["float32", "bfloat16", "float16"]] = key(None, "Data type. Unset: `model.dtype`.")
+    engine_args: dict[str, Any] = key({}, "Further arguments of the engine, as `rollout.engine_args`.")
+    timeout: float = key(1800.0, "Time limit for an engine to process a step's samples, in seconds.", above=0)
+
+    @property
+    def by_key(self) -> dict[str, TeacherConfig]:
+        """Return the settings of each teacher by the key of its path, in the order in which their engines start."""
+        if not self.by_source:
+            return {"teacher.path": self}
+        return {
+            f"teacher.by_source.{source}.path": replace(self, path=part.path, engines=part.engines, by_source={})
+            for source, part in self.by_source.items()
+        }

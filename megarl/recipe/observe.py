@@ -46,6 +46,16 @@ class ObserveConfig:
     )
     tensorboard: bool = key(True, "Write TensorBoard events.")
     trackers: list[str] = key([], "Any of wandb, swanlab, mlflow; each must be installed and logged in.")
+    prometheus: Optional[int] = key(
+        None,
+        "Port on the controller's machine at which Prometheus reads the newest metrics, e.g. 9464 (docs/metrics.md). Unset: none.",
+        at_least=1,
+        at_most=65535,
+    )
+    prometheus_host: str = key(
+        "127.0.0.1",
+        "Address to listen on. 0.0.0.0 lets other machines read the metrics, without encryption or a password.",
+    )
     project: str = key("megarl", "Project name in the trackers.")
     samples_per_step: int = key(
         32, "Samples per step that are written to samples/, in whole groups spread over the batch.", at_least=0

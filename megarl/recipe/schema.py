@@ -17,7 +17,7 @@ Nothing here imports torch: a recipe loads and is validated in milliseconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Optional
 
 from megarl.platform.kinds import KINDS, DeviceName
@@ -25,7 +25,7 @@ from megarl.recipe.agent import AgentConfig
 from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.data import DataConfig
 from megarl.recipe.environment import EnvironmentConfig
-from megarl.recipe.judge import JUDGE, JudgeConfig
+from megarl.recipe.judge import JUDGE, JudgeConfig, TeacherConfig
 from megarl.recipe.key import MOST_PROCESSES, key
 from megarl.recipe.observe import ObserveConfig
 from megarl.recipe.remote import SERVICES, RemoteConfig
@@ -171,51 +171,17 @@ class RolloutConfig:
         "Seconds for which samples wait for a service that is down: a reward service, a tool or an MCP server. No group is lost meanwhile. Then the run saves a checkpoint and ends with the cause.",
         above=0,
     )
+    step_timeout: float = key(
+        300.0,
+        "With `min_engines`: seconds after which an engine hangs whose step (the tokens of one decode, or a part of a prefill) has not ended, or whose process does not answer. It is killed and replaced like one that has died. The first step of a process has `start_timeout`, since it may compile; time asleep or in an update of the weights does not count. Set it above the longest step, and below `weight_sync.timeout`. 0: never; `timeout` then ends the run.",
+        at_least=0,
+    )
     start_timeout: float = key(1800.0, "Time limit for an engine to load, sleep or wake, in seconds.", above=0)
 
     @property
     def spreads_experts(self) -> bool:
         """True if each device has whole experts."""
         return self.data_parallel > 1 if self.expert_parallel is None else self.expert_parallel
-
-
-@dataclass
-class SourceTeacher:
-    """An entry of `teacher.by_source`."""
-
-    path: str = key("", "The teacher, as `teacher.path`. Required.")
-    engines: int = key(1, "Number of its engines.", at_least=1, at_most=MOST_PROCESSES)
-
-
-@dataclass
-class TeacherConfig:
-    """The teacher of on-policy distillation (`algorithm.reference: teacher`): a fixed model that computes log-probs
-    of the policy's tokens. It runs in separate engines on separate devices."""
-
-    path: Optional[str] = key(
-        None,
-        "The teacher: a Hugging Face directory or a name on the hub. Its tokenizer must equal the policy's. Required with a teacher.",
-    )
-    by_source: dict[str, SourceTeacher] = key(
-        {},
-        "Several teachers, by the `data_source` of the row whose samples they score: `path` and `engines` of each, instead of `path` and `engines` of this section. They share its other settings.",
-    )
-    engine: str = key("vllm", "Engine, as `rollout.engine`.")
-    engines: int = key(1, "Number of engines. Each is a replica of the teacher.", at_least=1, at_most=MOST_PROCESSES)
-    tensor_parallel: int = key(1, "Tensor-parallel size within an engine.", at_least=1)
-    dtype: Optional[Literal["float32", "bfloat16", "float16"]] = key(None, "Data type. Unset: `model.dtype`.")
-    engine_args: dict[str, Any] = key({}, "Further arguments of the engine, as `rollout.engine_args`.")
-    timeout: float = key(1800.0, "Time limit for an engine to process a step's samples, in seconds.", above=0)
-
-    @property
-    def by_key(self) -> dict[str, TeacherConfig]:
-        """Return the settings of each teacher by the key of its path, in the order in which their engines start."""
-        if not self.by_source:
-            return {"teacher.path": self}
-        return {
-            f"teacher.by_source.{source}.path": replace(self, path=part.path, engines=part.engines, by_source={})
-            for source, part in self.by_source.items()
-        }
 
 
 @dataclass

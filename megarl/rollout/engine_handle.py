@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from megarl.cluster.base import Service
 from megarl.cluster.outages import Outage
 from megarl.engines.base import GroupRank
+from megarl.platform.load import MachineLoad
 from megarl.rollout.judge.server import Judgement, JudgeServer
 from megarl.rollout.server import RolloutServer
 from megarl.rollout.teacher.server import TeacherServer
@@ -116,9 +117,17 @@ class EngineHandle(ServiceHandle):
         """Return a future that ends when the engine has ended, and raises if it has failed."""
         return self._call(RolloutServer.watch)
 
+    def running_step(self) -> Future[int | None]:
+        """Return the number of the step that runs, from 1; None between steps."""
+        return self._call(RolloutServer.running_step)
+
     def outages(self, seen: int) -> Future[tuple[int, list[Outage]]]:
         """Return the number of changes so far and the services that are down; the result comes when this number is not `seen`."""
         return self._call(RolloutServer.outages, seen)
+
+    def machine_load(self) -> Future[MachineLoad]:
+        """Return the load of the engine's machine since the last call."""
+        return self._call(RolloutServer.machine_load)
 
     def sleep(self) -> Future[None]:
         """Free the device memory."""

@@ -89,7 +89,8 @@ def start_fleet(
 ) -> Fleet | None:
     """Watch the policy's engines as a fleet, if they may die (`rollout.min_engines`); None otherwise. joins: receives each
     additional engine, before it loads. Other arguments: see `start_engines` and `Fleet`."""
-    if recipe.rollout.min_engines is None or not engines:
+    rollout = recipe.rollout
+    if rollout.min_engines is None or not engines:
         return None
     released: set[int] = set()  # engines that have given their devices back
 
@@ -111,8 +112,8 @@ def start_fleet(
         cluster.release_service(fleet.engines[engine].service)
         released.add(engine)
 
-    limit = recipe.rollout.start_timeout
-    fleet = Fleet(engines, descriptions, recipe.rollout.min_engines, restart, notice, end, limit)
+    limits = (rollout.start_timeout, rollout.step_timeout)
+    fleet = Fleet(engines, descriptions, rollout.min_engines, restart, notice, end, *limits)
     cluster.on_check(fleet.poll)
     return fleet
 

@@ -19,12 +19,14 @@ from typing import Any, ParamSpec, TypeVar
 from megarl import engines, rewards
 from megarl.agents.setup import Agents, AgentSetup
 from megarl.agents.trajectory import AgentLoop, Trajectory
+from megarl.cluster.base import host_name
 from megarl.cluster.call_gate import CallGates
 from megarl.cluster.outages import Outage
 from megarl.data.images import ImageReader
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engines.base import EngineRefused, EngineSpec, GroupRank, OnFinished
 from megarl.engines.partials import greedy_request
+from megarl.platform.load import HostLoad, MachineLoad
 from megarl.recipe.sandbox import SandboxConfig
 from megarl.recipe.schema import RewardConfig
 from megarl.rewards.scoring import Outcome, Scoring
@@ -62,6 +64,7 @@ class RolloutServer:
         `chat_template`: the value of `data.chat_template`."""
         self.images = images
         self.gates = CallGates()  # to the services behind scorers and tools
+        self.host_load = HostLoad()
         self.engine = engines.create(engine, spec)
         # only for text: stop tokens come with each request
         self.tokenizer = load_tokenizer(tokenizer, chat_template=chat_template)
@@ -269,9 +272,17 @@ class RolloutServer:
         """Return when the engine has been shut down; raise as soon as it has failed."""
         await asyncio.to_thread(self.engine.watch)
 
+    async def running_step(self) -> int | None:
+        """Return the number of the engine's step that runs, from 1; None between steps."""
+        return self.engine.running_step
+
     async def outages(self, seen: int) -> tuple[int, list[Outage]]:
         """Return the number of changes so far and the services that are down, as soon as this number is not `seen`."""
         return await self.gates.outages(seen)
+
+    async def machine_load(self) -> MachineLoad:
+        """Return the load of this machine since the last call."""
+        return MachineLoad(host_name(), self.host_load.take())
 
     async def sleep(self) -> None:
         await asyncio.to_thread(self.engine.sleep)

@@ -23,6 +23,7 @@ from megarl.algorithms.values import ValueMoments, value_metrics
 from megarl.batching.flops import ModelFlops
 from megarl.batching.plan import StepPlan, plan_step, routes
 from megarl.cluster.base import WorkerGroup
+from megarl.platform.load import MachineLoad
 from megarl.recipe.schema import Recipe
 from megarl.trainer.actor import ActorWorker
 from megarl.trainer.critic import CriticWorker
@@ -86,6 +87,10 @@ class TrainerGroup:
     def load_shards(self, shards: Sequence[Shard]) -> None:
         """Load into each rank the shard of its data-parallel rank. The rank itself fetches the token vectors."""
         self._scatter(Worker.load_shard, shards)
+
+    def machine_load(self) -> list[MachineLoad]:
+        """Return each rank's report of the load of its machine and device."""
+        return self._call(Worker.machine_load)
 
     def start_profile(self, folder: Path, ranks: list[int]) -> None:
         self._call(Worker.start_profile, str(folder), ranks)

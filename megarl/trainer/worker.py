@@ -26,6 +26,7 @@ from megarl.algorithms.spikes import GradNorms
 from megarl.cluster.key_value_store import join_ranks
 from megarl.data.tokenizer import template_text
 from megarl.platform.base import Profiler
+from megarl.platform.load import DeviceSampler, HostLoad, MachineLoad
 from megarl.recipe.hub_inputs import with_local_model
 from megarl.recipe.observe import trace_options
 from megarl.recipe.schema import Recipe
@@ -92,6 +93,12 @@ class Worker:
         join_ranks(self.platform.process_group_backend, timedelta(seconds=recipe.cluster.timeout))
         self.trainer: Trainer = self._make_trainer(total_optimizer_steps, weights_only)
         self.check_weights(f"the files of {recipe.model.path} are broken")
+        # One process of each machine reports the machine's load.
+        self.host_load = HostLoad() if os.environ.get("LOCAL_RANK", "0") == "0" else None
+        look = self.platform.device_load()
+        self.device_load = DeviceSampler(look) if look is not None else None
+        if self.device_load is not None:
+            self.device_load.start()
         self.profiler: Profiler | None = None  # set while it records
         self.profile_folder: Path | None = None  # set while each `traced` call writes a separate trace
         self.save: Save  # of the last checkpoint; `stage_save` sets it
@@ -109,6 +116,13 @@ class Worker:
         process = {"host": host_id(), "machine": socket.gethostname(), "pid": os.getpid()}
         process |= {"device_name": self.platform.device_name()}
         return {**asdict(self.trainer.coordinates), **process, **self.trainer.describe()}
+
+    def machine_load(self) -> MachineLoad:
+        """Return the load of this machine and device since the last call."""
+        host = self.host_load.take() if self.host_load is not None else {}
+        if self.device_load is None:
+            return MachineLoad(socket.gethostname(), host)
+        return MachineLoad(socket.gethostname(), host, self.device_load.take(), self.device_load.problem)
 
     def sees(self, path: str) -> tuple[str, bool]:
         """Return this machine's name, and whether `path` exists on it."""

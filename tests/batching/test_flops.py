@@ -21,6 +21,23 @@ SPARSE = {**EXPERTS, "head_dim": 16}
 DENSE_FIRST = {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
 LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20}
 
+INTERLEAVED = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 4,
+        "deepstack_visual_indexes": [0],
+    },
+}
+
 # Name: (class of the model, class of the configuration, sizes added to COMMON)
 CASES = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
@@ -68,6 +85,12 @@ CASES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
             "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64},
         },
+    ),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", "Qwen3VLConfig", {**INTERLEAVED, "head_dim": 32}),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeConfig",
+        {**INTERLEAVED, **SPARSE, "num_experts": 4, "decoder_sparse_step": 2},
     ),
 }
 

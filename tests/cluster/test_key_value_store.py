@@ -100,3 +100,11 @@ def test_a_reserved_port_is_served_and_cannot_be_taken() -> None:
     other = reserve_port("127.0.0.1")
     release_port(other)
     listen_at("127.0.0.1", other).close()
+
+
+def test_process_groups_start_where_reserved_ports_are_known() -> None:
+    """Rank 0's port is reserved: torch's own store cannot listen at it ("address already in use", over Ray only)."""
+    root = ROOT / "megarl"
+    files = {str(path.relative_to(root)) for path in root.rglob("*.py") if ".init_process_group(" in path.read_text()}
+    without_devices = {"commands/plan/meta_device.py"}
+    assert files == {"cluster/key_value_store.py"} | without_devices

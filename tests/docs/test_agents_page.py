@@ -133,6 +133,10 @@ def test_retools_recipes_load(name: str) -> None:
 
 
 def test_links_and_settings_exist() -> None:
-    assert re.search(r"`(?:agent|rollout)\.\w+`", PAGE) and not unknown_settings(PAGE) and not unknown_settings(INTERACTIONS)
+    assert (
+        re.search(r"`(?:agent|rollout)\.\w+`", PAGE)
+        and not unknown_settings(PAGE)
+        and not unknown_settings(INTERACTIONS)
+    )
     assert all((ROOT / path).exists() for path in re.findall(r"recipes/\w+\.yaml", PAGE))
     assert not broken_links(ROOT / "docs" / "agents.md") and not broken_links(ROOT / "docs" / "interactions.md")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from docs.generate.models import KNOWN, pages
 from megarl.hf.families import FAMILIES
 from tests.support.megatron_models import MODELS
+from tests.support.vl_model import VL_MODELS
 
 
 def test_pages_are_up_to_date() -> None:
@@ -15,4 +16,4 @@ def test_pages_are_up_to_date() -> None:
 def test_every_family_names_models_and_a_test() -> None:
     assert KNOWN.keys() == FAMILIES.keys()
     for kind, (_, tiny, _) in KNOWN.items():
-        assert kind == "qwen2_5_vl" or set(tiny) <= set(MODELS), kind
+        assert set(tiny) <= {*MODELS, *VL_MODELS}, kind

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import shlex
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from megarl import load_recipe
 from megarl.cli import app
 from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
+from megarl.platform.load import DeviceSampler, HostLoad
 from megarl.recipe.schema import Recipe
 from tests.support.docs_pages import broken_links, unknown_settings
 
@@ -169,9 +171,17 @@ AREAS = {  # values of the variables at the start of a metric's name
 }
 
 
+def machine_figures() -> list[str]:
+    """Figures that a machine reports; a fresh reader needs a moment until the cores have counted time."""
+    host, sampler = HostLoad(), DeviceSampler(lambda: (0.5, 0.5))
+    sampler.sample()
+    time.sleep(0.05)
+    return [*host.take(), *sampler.take()]
+
+
 def metrics_in_the_code() -> set[str]:
     """Metrics under the names in the reporting modules, with variable parts in angle brackets."""
-    areas = r"(?:actor|critic|data/rows|data/epochs|source|agent|rollout|fleet|recovery|eval|weight_sync|checkpoint|perf|response_length|prompt_length)"
+    areas = r"(?:actor|critic|data/rows|data/epochs|source|agent|rollout|fleet|recovery|eval|weight_sync|checkpoint|perf|host|response_length|prompt_length)"
     names, stems = {"timing_s/step", "run/ettr"}, set()  # metrics that RunLog computes
     for path in (ROOT / "megarl").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -188,6 +198,9 @@ def metrics_in_the_code() -> set[str]:
                     stems.add(name)
                 elif called == "phase":
                     names.add(f"timing_s/{name}")
+    for figure in machine_figures():
+        names.add(f"host/{figure}/<machine>")
+    names.discard("host/<figure>/<machine>")
     return (names - stems - set(AREAS["<area>"])) | {
         f"{stem}/{part}" for stem in stems for part in ("mean", "max", "min")
     }

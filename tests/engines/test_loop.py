@@ -104,6 +104,22 @@ def test_pause_stops_steps_and_not_admission(engine, backend):
     assert backend.batches == [[0]]
 
 
+def test_the_running_step_is_known_while_it_hangs_and_not_between_steps(engine, backend):
+    assert engine.running_step is None
+    backend.gate.clear()
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.generate, [request(0, 2)], lambda *_: None)
+        deadline = time.monotonic() + 5
+        while engine.running_step is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert engine.running_step == 1
+        backend.gate.set()
+        call.result(5)
+    assert engine.running_step is None
+    engine.generate([request(1, 3)], lambda *_: None)
+    assert engine.running_step is None and engine._steps == 5
+
+
 def test_abort_ends_the_calls_and_frees_the_engine(engine, backend):
     engine.pause()
     with ThreadPoolExecutor(2) as pool:

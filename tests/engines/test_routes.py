@@ -67,6 +67,24 @@ def test_an_unsupported_route_is_refused_before_the_start() -> None:
     check_route(recipe(train__source="sft"), route_of(recipe(), support_of("0.11.0"), "here"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "support"),
+    [
+        ({"weight_sync__route": "full"}, support_of("0.32.0")),
+        ({"weight_sync__transport": "files"}, support_of("0.32.0")),
+        ({}, UNKNOWN),
+    ],
+)
+def test_the_full_route_of_gpt_oss_is_refused_before_the_start(settings: dict[str, Any], support: RouteSupport) -> None:
+    """It would fail in the first update, after all engines and trainers have started."""
+    chosen = recipe(**settings)
+    route = route_of(chosen, support, "here")
+    with pytest.raises(RecipeError, match=r"(?s)weight_sync.route.*gpt_oss writes experts without.*route=sharded"):
+        check_route(chosen, route, read("gpt-oss-20b"))
+    check_route(chosen, route, read("Qwen3-30B-A3B"))
+    check_route(recipe(), route_of(recipe(), support_of("0.32.0"), "here"), read("gpt-oss-20b"))
+
+
 def test_train_has_a_notice_of_a_fallback_with_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.preflight import engines_and_devices as settings
 

@@ -26,16 +26,7 @@ from tests.support.vl_model import sequences, write_processor, write_vl_model
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create the folder of models/vl and of the actors' outputs."""
-    directory = tmp_path_factory.mktemp("vl")
-    write_vl_model(directory / "models" / "vl")
-    write_processor(directory / "models" / "vl")
-    return directory
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def process() -> Any:
     stand_ins = str(Path(__file__).parents[1] / "stand_ins")
     with pytest.MonkeyPatch.context() as patch:
@@ -60,17 +51,23 @@ def requests() -> list[GenerationRequest]:
     return result
 
 
-def actor(directory: Path, steps: int, samples: list[Any]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def actor(
+    directory: Path, model: str, steps: int, samples: list[Any]
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Return the actor's log-probs of the engine's samples after `steps` of training, and its weights one step later."""
     name = f"steps{steps}"
     (directory / f"{name}.samples").write_bytes(pickle.dumps(samples))
-    case = {"name": name, "kind": "samples", "model": "vl", "megatron": {}, "per_micro": 3, "steps": steps}
+    case = {"name": name, "kind": "samples", "model": model, "megatron": {}, "per_micro": 3, "steps": steps}
     launch(1, [case], directory)
     return torch.load(directory / f"{name}.log_probs.pt"), torch.load(directory / f"{name}.next.pt")
 
 
-def test_log_probs_are_the_actors_at_start_and_after_each_update(directory: Path, process: Any) -> None:
-    spec = EngineSpec("e0", str(directory / "models" / "vl"), "float32", max_model_len=128)
+@pytest.mark.parametrize("model", ["vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_log_probs_are_the_actors_at_start_and_after_each_update(model: str, tmp_path: Path, process: Any) -> None:
+    directory = tmp_path
+    processor = "Qwen2_5_VLProcessor" if model == "vl" else "Qwen3VLProcessor"
+    write_processor(write_vl_model(directory / "models" / model, model), processor)
+    spec = EngineSpec("e0", str(directory / "models" / model), "float32", max_model_len=128)
     info = process.begin("start", spec).result(400)
     wave = requests()
     weights: dict[str, torch.Tensor] = {}
@@ -90,7 +87,7 @@ def test_log_probs_are_the_actors_at_start_and_after_each_update(directory: Path
             np.array_equal(s.tokens[: len(r.prompt.tokens)], r.prompt.tokens)
             for r, s in zip(wave, samples[::2], strict=True)
         )
-        expected, weights = actor(directory, version, samples)
+        expected, weights = actor(directory, model, version, samples)
         gaps = [
             np.abs(s.rollout_log_probs - e.numpy())[s.loss_mask].max() for s, e in zip(samples, expected, strict=True)
         ]

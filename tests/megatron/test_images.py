@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from megarl.megatron.batch import MicroBatch, pack
-from megarl.megatron.images import ImageLayout, Images, batch_positions, positions_of
+from megarl.megatron.images import (
+    ImageLayout,
+    Images,
+    batch_positions,
+    interpolation,
+    patch_angles,
+    patch_places,
+    positions_of,
+)
 from megarl.types import SampleImages
 
 LAYOUT = ImageLayout(merge=2, patch=1, patch_values=3)
@@ -26,14 +34,16 @@ def test_positions_worked_by_hand() -> None:
     ]
 
 
-def test_positions_equal_transformers() -> None:
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+@pytest.mark.parametrize("family", ["vl", "qwen3_vl"])
+def test_positions_equal_transformers(family: str) -> None:
+    from transformers import Qwen2_5_VLModel, Qwen3VLModel
 
-    from tests.support.vl_model import IMAGE, config
+    from tests.support.vl_model import IMAGE, VL_MODELS
 
-    model = Qwen2_5_VLModel.__new__(Qwen2_5_VLModel)
+    kind = {"vl": Qwen2_5_VLModel, "qwen3_vl": Qwen3VLModel}[family]
+    model = kind.__new__(kind)
     torch.nn.Module.__init__(model)
-    model.config = config()
+    model.config = VL_MODELS[family]()
     drawn = random.Random(5)
     for _ in range(30):
         tokens, starts, grids = [5] * drawn.randint(0, 3), [], []
@@ -46,6 +56,40 @@ def test_positions_equal_transformers() -> None:
             ids, (ids == IMAGE).int(), torch.tensor(grids), None, attention_mask=torch.ones_like(ids)
         )
         assert torch.equal(positions_of(len(tokens), starts, grids, merge=2), expected[:, 0])
+
+
+def test_learned_positions_worked_by_hand() -> None:
+    """Two rows and four columns over 3 x 3 learned positions, which the corners share; squares of 2 x 2 patches come in order."""
+    places = patch_places(2, 4, merge=2)
+    assert places.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3]]
+    indices, weights = interpolation(places, torch.tensor([[2, 4]] * 8), side=3)
+    positions = torch.arange(9.0)  # 3 x row + column
+    expected = [0, 2 / 3, 6, 6 + 2 / 3, 4 / 3, 2, 6 + 4 / 3, 8]
+    torch.testing.assert_close((positions[indices] * weights).sum(1), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("side", [6, 48])
+def test_learned_positions_and_angles_equal_transformers(side: int) -> None:
+    """Images with more and with fewer patches than learned positions, and an image of one row of squares."""
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionRotaryEmbedding
+    from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
+
+    from tests.support.vl_model import qwen3_config
+
+    grids = torch.tensor([[1, 4, 6], [1, 2, 60], [1, 50, 8], [1, 48, 96]])
+    table = torch.randn(side**2, 8, generator=torch.Generator().manual_seed(1))
+    places = [patch_places(rows, columns, merge=2) for _, rows, columns in grids.tolist()]
+    limits = grids[:, 1:].repeat_interleave(grids.prod(1), 0)
+    indices, weights = interpolation(torch.cat(places), limits, side)
+    theirs, their_weights = get_vision_interpolation_indices_and_weights(
+        grids, side, align_corners=True, spatial_merge_size=2
+    )
+    expected = (table[theirs] * their_weights.unsqueeze(-1)).sum(1)
+    torch.testing.assert_close((table[indices] * weights.unsqueeze(-1)).sum(1), expected, atol=1e-4, rtol=0)
+    cos, sin = Qwen3VLVisionRotaryEmbedding(qwen3_config().vision_config)(table, get_vision_position_ids(grids, 2))
+    angles = patch_angles(torch.cat(places), 32)
+    torch.testing.assert_close(angles.cos(), cos)
+    torch.testing.assert_close(angles.sin(), sin)
 
 
 def batch() -> MicroBatch:

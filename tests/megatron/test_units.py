@@ -22,7 +22,7 @@ from megarl.megatron.optimizer import learning_rate
 from megarl.recipe.schema import Recipe
 from megarl.recipe.trainers import MegatronConfig, OptimizerConfig
 from tests.support.megatron_models import MODELS
-from tests.support.vl_model import config as vl_config
+from tests.support.vl_model import VL_MODELS
 
 DENSE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 12, "vocab_size": 1000}
 VISION = {"model_type": "qwen2_5_vl", "text_config": DENSE, "vision_config": {"num_heads": 6, "intermediate_size": 96}}
@@ -88,7 +88,7 @@ def test_layouts_that_do_not_divide_are_refused(
     assert any(f"megatron.{key}" in str(error.value) for key in settings), "the message names no key to change"
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_5_moe"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_5_moe", "qwen3_vl_moe"])
 def test_expert_tensor_parallel_of_stacked_experts_is_refused(kind: str) -> None:
     model = {**SPARSE, "model_type": kind}
     with pytest.raises(ValueError, match=rf"expert_tensor_parallel=2: {kind} checkpoints store all experts of a layer"):
@@ -201,7 +201,8 @@ def test_supported_models_are_accepted() -> None:
 def test_every_supported_model_is_compared_with_transformers() -> None:
     """The layout tests compare every trained model family with transformers."""
     tried = {MODELS[name]().config.model_type for name in MODELS}
-    assert {*tried, vl_config().model_type, "kimi_k2"} == set(FAMILIES)
+    with_images = {make().model_type for make in VL_MODELS.values()}
+    assert {*tried, *with_images, "kimi_k2"} == set(FAMILIES)
 
 
 def test_text_config_fields_override_sizes_but_not_the_type() -> None:

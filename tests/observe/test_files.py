@@ -26,9 +26,10 @@ from megarl.megatron.export import _Shards
 from megarl.observe.json_lines import json_line
 from megarl.observe.log import RunLog
 from megarl.observe.metrics import MetricsLog, read_metrics
+from megarl.observe.page.trace_tail import TraceTail
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import choose, discard_steps_after, read_samples, sample_steps, write_samples
-from megarl.observe.trace import Trace, read_trace_tail
+from megarl.observe.trace import Trace
 from tests.support.log_recipe import make_recipe
 
 TINY = {
@@ -372,7 +373,7 @@ def test_killed_trace_loads_and_is_extended(run_dir: RunDirectory, torn: bytes) 
     trace.add("gen", "controller", "main", 100.0, 2.5)
     with run_dir.trace.open("ab") as file:
         file.write(torn)
-    assert [span["name"] for span in read_trace_tail(run_dir.trace)] == ["gen"]
+    assert [span["name"] for span in TraceTail(run_dir.trace).spans()] == ["gen"]
     again = Trace(run_dir.trace)
     again.add("update", "controller", "main", 103.0, 1.0)
     again.close()
@@ -384,7 +385,7 @@ def test_span_is_written_when_the_block_fails(run_dir: RunDirectory) -> None:
     trace = Trace(run_dir.trace)
     with pytest.raises(RuntimeError), trace.span("gen", "controller", "main"):
         raise RuntimeError
-    assert [span["name"] for span in read_trace_tail(run_dir.trace)] == ["gen"]
+    assert [span["name"] for span in TraceTail(run_dir.trace).spans()] == ["gen"]
 
 
 def test_json_line_has_no_inner_line_break() -> None:

@@ -16,9 +16,9 @@ import pytest
 from megarl.observe.json_lines import read_lines
 from megarl.observe.log import RunLog
 from megarl.observe.metrics import read_metrics
+from megarl.observe.page.trace_tail import TraceTail
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sinks import GuardedTracker, make_sinks
-from megarl.observe.trace import read_trace_tail
 from tests.support.log_recipe import make_recipe
 
 
@@ -48,7 +48,7 @@ def test_phases_nest_repeat_and_add_up(tmp_path: Path) -> None:
     assert first["timing_s/step"] >= first["timing_s/gen"]
     assert "timing_s/update_actor" in first, "a phase that failed took its time too"
     assert second["timing_s/gen"] < 0.02, "times restart with each step"
-    spans = read_trace_tail(tmp_path / "trace.json")
+    spans = TraceTail(tmp_path / "trace.json").spans()
     assert [span["name"] for span in spans] == ["reward", "gen", "reward", "gen", "update_actor", "gen"]
     assert [span["args"] for span in spans[:2]] == [{"step": 1, "inside": "gen"}, {"step": 1}]
     reward, gen = spans[:2]
@@ -318,7 +318,7 @@ def test_phases_after_the_last_step_have_no_step(tmp_path: Path) -> None:
         with log.phase("export"):
             pass
         log.notice("exported")
-    spans = read_trace_tail(tmp_path / "trace.json")
+    spans = TraceTail(tmp_path / "trace.json").spans()
     assert [(span["name"], span["args"].get("step")) for span in spans] == [("gen", 1), ("gen", 2), ("export", None)]
-    assert "Timeline of steps 1 to 2" in (tmp_path / "report.html").read_text()
+    assert '"steps":[1,2]},"has_trace":true' in (tmp_path / "report.html").read_text(), "the timeline's steps"
     assert read_lines(RunDirectory(tmp_path).notices)[0][-1]["step"] == 2

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.observe.log import RunLog
-from megarl.observe.report.data import collect
-from megarl.observe.report.page import render
-from megarl.observe.run_dir import RunDirectory
+from megarl.observe.page.report import report_data, write_report
 from megarl.observe.sessions import provenance_lines
 from tests.support.html_page import MARKUP
 from tests.support.log_recipe import make_recipe
@@ -82,11 +80,11 @@ def test_runs_of_earlier_versions_have_a_report(tmp_path: Path) -> None:
     for session in summary["sessions"]:
         del session["provenance"]
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    assert 'id="provenance"' not in render(collect(RunDirectory(tmp_path)))
+    assert report_data(tmp_path)["answers"]["runs/0/overview"]["provenance"] == []
 
 
 def test_the_page_shows_and_escapes_it(tmp_path: Path) -> None:
     run(tmp_path, START | {"command": f"megarl train {MARKUP}"})
-    page = render(collect(RunDirectory(tmp_path)))
-    assert 'id="provenance"' in page and "commit aaaaaaaaaaaa" in page and "node-1: 2 trainers" in page
-    assert MARKUP not in page
+    page = write_report(tmp_path).read_text()
+    assert '"provenance":[[' in page and "commit aaaaaaaaaaaa" in page and "node-1: 2 trainers" in page
+    assert MARKUP not in page and json.dumps(MARKUP)[1:-1].replace("<", "\\u003c").replace(">", "\\u003e") in page

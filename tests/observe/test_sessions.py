@@ -10,10 +10,8 @@ import pytest
 from megarl.observe.json_lines import read_lines
 from megarl.observe.log import RunLog
 from megarl.observe.metrics import read_metrics, without_times
-from megarl.observe.report.data import collect
-from megarl.observe.report.page import render, write_report
+from megarl.observe.page.report import report_data
 from megarl.observe.restarts import AFTER
-from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sessions import effective_time, faults, read_sessions, time_lines
 from tests.support.log_recipe import make_recipe
 
@@ -161,8 +159,9 @@ def test_a_run_that_was_killed_and_started_again(tmp_path: Path, monkeypatch: py
     for step in (1, 2):
         log.step(step)
     log.run_dir.unlock()  # like a kill: no file is closed
-    data = collect(RunDirectory(tmp_path))
-    assert data.status == "killed" and [fault["event"] for fault in data.faults] == ["death", "killed"]
+    overview = report_data(tmp_path)["answers"]["runs/0/overview"]
+    assert overview["status"]["name"] == "killed"
+    assert [fault["event"] for fault in overview["faults"]] == ["death", "killed"]
     monkeypatch.setenv(AFTER, "the controller: killed by signal 9")
     with RunLog(make_recipe(), tmp_path, 2, 3) as log:
         log.begin()
@@ -180,6 +179,8 @@ def test_a_run_that_was_killed_and_started_again(tmp_path: Path, monkeypatch: py
         ("death", "engine1 died: killed"),
         ("killed", "the controller: killed by signal 9"),
     ]
-    page = render(collect(RunDirectory(tmp_path)))
-    assert "Effective time" in page and 'id="faults"' in page and "killed · " not in page and "· killed" in page
-    assert write_report(tmp_path).exists()
+    answers = report_data(tmp_path)["answers"]
+    overview = answers["runs/0/overview"]
+    assert "Effective time" in dict(overview["facts"]) and answers["charts"]["resumes"] == {0: [2]}
+    assert overview["status"]["name"] == "finished"
+    assert [fault["event"] for fault in overview["faults"]] == ["death", "killed"]

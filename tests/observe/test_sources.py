@@ -13,11 +13,10 @@ import pytest
 from megarl.observe import sources
 from megarl.observe.console import LiveConsole, PlainConsole, figures
 from megarl.observe.metrics import read_metrics
-from megarl.observe.report.charts import present
-from megarl.observe.report.data import collect
-from megarl.observe.run_dir import RunDirectory
+from megarl.observe.page.charts import present
+from megarl.observe.page.report import report_data
 from megarl.observe.sinks import mlflow_name
-from megarl.observe.sources import brief_table, limit_curves, report_tables
+from megarl.observe.sources import brief_table, limit_sources, report_tables
 from tests.support.agent_run import make_agent_run
 
 QUIET = {"samples": 4, "rewards/mean": 0.5, "response_length/mean": 1234, "truncated": 0.25, "scoring_failed": 0}
@@ -107,11 +106,15 @@ def test_steps_with_failures_are_kept_in_the_tables(monkeypatch: pytest.MonkeyPa
 
 def test_curves_show_only_the_largest_sources() -> None:
     lines = [line(step, **{f"set{i}": {**QUIET, "samples": float(i)} for i in range(12)}) for step in (1, 2)]
-    drawn, note = limit_curves(lines)
-    kept = {name.split("/")[1] for name in drawn[0] if name.startswith("source/")}
+    names = sorted({name for line in lines for name in line} - {"step"})
+    shown, note = limit_sources(lines, ["actor/lr", *names])
+    kept = {name.split("/")[1] for name in shown[1:]}
+    assert shown[0] == "actor/lr"
     assert kept == {f"set{i}" for i in range(4, 12)}
     assert note == "Curves show the 8 largest of 12 data sources; metrics.jsonl has all."
-    assert limit_curves(lines[:1]) != (lines[:1], "") and limit_curves([line(1, a=QUIET)]) == ([line(1, a=QUIET)], "")
+    assert limit_sources([line(1, a=QUIET)], ["source/a/samples"]) == (["source/a/samples"], "")
+    unsampled = [f"eval/set{i}/pass@1" for i in range(9)]
+    assert len(limit_sources([{"step": 1, "eval/set8/problems": 2.0}], unsampled)[0]) == 8, "sources without samples"
 
 
 def test_one_source_has_no_separate_chart() -> None:
@@ -131,7 +134,7 @@ def test_a_runs_tables(tmp_path: Path) -> None:
     make_agent_run(tmp_path, ["openai/gsm8k", "tools/search"])
     second = read_metrics(tmp_path / "metrics.jsonl")[1]
     assert second["source/tools/search/scoring_timeouts"] == 2 and second["agent/tool_timeouts"] == 4
-    steps = {entry["step"]: entry for entry in collect(RunDirectory(tmp_path)).sources["steps"]}
+    steps = {entry["step"]: entry for entry in report_data(tmp_path)["answers"]["runs/0/sources"]["steps"]}
     assert [table["title"] for table in steps[1]["tables"]] == ["Sampled", "Agent loops", "Evaluation"]
     assert [table["title"] for table in steps[2]["tables"]] == ["Sampled", "Agent loops"]
     sampled = steps[2]["tables"][0]
@@ -157,10 +160,12 @@ def test_all_sources_are_written_and_the_largest_drawn(tmp_path: Path) -> None:
     make_agent_run(tmp_path, [f"set{i}" for i in range(50)], steps=2)
     last = read_metrics(tmp_path / "metrics.jsonl")[-1]
     assert all(f"source/set{i}/rewards/mean" in last and f"eval/set{i}/pass@1" in last for i in range(50))
-    data = collect(RunDirectory(tmp_path))
-    assert len([name for name in data.series if name.endswith("/rewards/mean") and name.startswith("source/")]) == 8
-    assert "8 largest of 50" in data.series_note
-    assert len(data.sources["steps"][-1]["tables"][0]["rows"]) == 50
+    data = report_data(tmp_path)
+    assert len([name for name in data["curves"]["metrics"] if re.fullmatch("source/.*/rewards/mean", name)]) == 8
+    (chart,) = [chart for chart in data["answers"]["charts"]["charts"] if chart["title"] == "Reward by data source"]
+    assert len(chart["series"]) == 8 and all(name in data["curves"]["metrics"] for name, _ in chart["series"])
+    assert "8 largest of 50" in data["answers"]["charts"]["note"]
+    assert len(data["answers"]["runs/0/sources"]["steps"][-1]["tables"][0]["rows"]) == 50
 
 
 def test_names_are_converted_for_mlflow() -> None:

@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 
 from docs.generate.supported_recipes import PAGE, Row, document, rows
+from docs.generate.verl_rows import VERL_ROWS
 from megarl import load_recipe
 from megarl.algorithms.advantages import uses_critic
 from megarl.batching.flops import model_flops
 from megarl.cluster.device_map import Demand, place
 from megarl.hf import published
-from megarl.hf.config import number_of_experts, text_fields
+from megarl.hf.config import text_fields
+from megarl.hf.families import has_zero_centered_norms
 from megarl.hf.families.check import check_model
+from megarl.hf.shape import model_shape
 from megarl.megatron.extra_settings import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
@@ -35,6 +38,23 @@ DEVICE_BYTES = 64e9  # of each device that a head names; a fifth is left to the 
 # Billions of parameters as published: a wrong field of a config.json shows here.
 PUBLISHED = {
     "DeepSeek-V3": 671,
+    "GLM-4.5": 355,
+    "GLM-4.5-Air": 106,
+    "GLM-4.7": 355,
+    "GLM-4.7-Flash": 30,
+    "Kimi-K2-Instruct": 1040,
+    "Llama-3.1-70B": 70.6,
+    "Llama-3.1-8B": 8.03,
+    "MiniMax-M2": 230,
+    "Mistral-7B-Instruct-v0.3": 7.25,
+    "Mistral-Small-24B-Instruct-2501": 23.6,
+    "Mixtral-8x7B-v0.1": 46.7,
+    "Moonlight-16B-A3B": 16,
+    "Qwen1.5-MoE-A2.7B-Chat": 14.3,
+    "Qwen3-Next-80B-A3B-Instruct": 80,
+    "Qwen3.5-122B-A10B": 122,
+    "Qwen3.5-27B": 27,
+    "Qwen3.5-35B-A3B": 35,
     "Qwen2-7B-Instruct": 7.6,
     "Qwen2.5-0.5B-Instruct": 0.49,
     "Qwen2.5-7B-Instruct": 7.6,
@@ -43,6 +63,8 @@ PUBLISHED = {
     "Qwen2.5-VL-3B-Instruct": 3.1,  # the text part: Qwen2.5-3B
     "Qwen2.5-VL-7B-Instruct": 7.6,
     "Qwen2.5-VL-32B-Instruct": 32.5,
+    "Qwen3-VL-8B-Instruct": 8.2,  # the text part: Qwen3-8B
+    "Qwen3-VL-30B-A3B-Instruct": 30.5,
     "Qwen3-4B": 4.0,
     "Qwen3-8B": 8.2,
     "Qwen3-14B": 14.8,
@@ -71,7 +93,7 @@ def test_the_layout_divides_the_real_model(row: Row) -> None:
         critic = critic_view(recipe)
         check_layout(model, critic.megatron, critic.cluster.trainers)
     longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
-    assert longest <= model["max_position_embeddings"]
+    assert longest <= text_fields(model)["max_position_embeddings"]
 
 
 @EACH
@@ -90,13 +112,12 @@ def test_engines_can_cut_the_model(row: Row) -> None:
 @EACH
 def test_weights_of_an_engine_rank_fit_its_device(row: Row) -> None:
     """671 billion parameters on 16 devices: the run would end when its engines load."""
-    recipe, model = load_recipe(row.path), text_fields(published.read(row.shape))
+    recipe, shape = load_recipe(row.path), model_shape(published.read(row.shape))
     if recipe.train.source != "rollout":
         return
     rollout = recipe.rollout
-    experts = expert_parameters(model)
     over = rollout.tensor_parallel * rollout.data_parallel
-    of_a_rank = (parameters(model) - experts) / rollout.tensor_parallel + experts / over
+    of_a_rank = (shape.total - shape.routed) / rollout.tensor_parallel + shape.routed / over
     share = rollout.engine_args.get("gpu_memory_utilization", 0.9)
     assert of_a_rank * BYTES_OF_BFLOAT16 < 0.8 * share * DEVICE_BYTES, f"{of_a_rank / 1e9:.1f} billion on a device"
 
@@ -140,40 +161,22 @@ def test_extra_names_real_settings(row: Row) -> None:
 
 @pytest.mark.parametrize("name", sorted({*published.names()} - {"quickstart"}))
 def test_config_has_the_published_size(name: str) -> None:
-    """Parameters computed from the config equal the published number, which detects a wrong field."""
-    assert parameters(published.read(name)) / 1e9 == pytest.approx(PUBLISHED[name], rel=0.02)
+    """Parameters computed from the config equal the published number, which detects a wrong field. Without vision towers and
+    layers for multi-token prediction."""
+    check_model(config := published.read(name))
+    assert model_shape(config).total / 1e9 == pytest.approx(PUBLISHED[name], rel=0.02)
+
+
+def test_published_names_have_a_source() -> None:
+    """The table of sources lists each config.json, so that a value can be looked up."""
+    table = (ROOT / "megarl" / "hf" / "published" / "sources.md").read_text()
+    assert re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE) == sorted({*published.names()} - {"quickstart"})
 
 
 def test_the_quickstarts_config_equals_the_generated_one(quickstart_data: Path) -> None:
     """The copy of the quickstart's config equals the generated one; plans and rehearsals use the copy."""
     config = json.loads((quickstart_data / "model" / "config.json").read_text())
     assert published.read("quickstart") == config
-
-
-def parameters(config: dict[str, int]) -> float:
-    """Count the parameters of the text model: embeddings, and each layer's attention and MLP or experts."""
-    width, layers = config["hidden_size"], config["num_hidden_layers"]
-    heads = config["num_attention_heads"]
-    if rank := config.get("kv_lora_rank"):
-        nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-        attention = width * config["q_lora_rank"] + config["q_lora_rank"] * heads * (nope + rope)
-        attention += width * (rank + rope) + rank * heads * (nope + value) + heads * value * width
-    else:
-        size = config.get("head_dim") or width // heads
-        attention = 2 * width * heads * size + 2 * width * config["num_key_value_heads"] * size
-    dense = 3 * width * config["intermediate_size"]
-    first = config.get("first_k_dense_replace", 0) if number_of_experts(config) else layers
-    shared = config.get("n_shared_experts", 0) * (layers - first) * 3 * width * config.get("moe_intermediate_size", 0)
-    tables = 1 if config["tie_word_embeddings"] else 2
-    rest = tables * config["vocab_size"] * width + layers * attention + first * dense
-    return rest + shared + expert_parameters(config)
-
-
-def expert_parameters(config: dict[str, int]) -> float:
-    """Count the parameters of the routed experts in all layers."""
-    layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
-    width = config.get("moe_intermediate_size") or config["intermediate_size"]
-    return layers * number_of_experts(config) * 3 * config["hidden_size"] * width
 
 
 def test_flops_of_each_model_can_be_counted() -> None:
@@ -184,6 +187,15 @@ def test_flops_of_each_model_can_be_counted() -> None:
 def test_an_unknown_model_is_named_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"'Qwen3-8b'.*Nearest: Qwen3-8B"):
         published.read("Qwen3-8b")
+
+
+def test_each_row_of_verls_table_has_a_recipe_or_a_reason() -> None:
+    """A recipe that is renamed, or a row that is left out, shows here; so does a family that is refused no longer."""
+    assert len(VERL_ROWS) == len({row.number for row in VERL_ROWS}) == 41
+    assert all(row.recipe in ROWS or (not row.recipe and row.remark) for row in VERL_ROWS)
+    for number, name in (("35", "Qwen3.5-27B"), ("36", "Qwen3.5-35B-A3B"), ("38", "Qwen3-Next-80B-A3B-Instruct")):
+        row = next(row for row in VERL_ROWS if row.number == number)
+        assert ("MindSpeed" in row.remark) == has_zero_centered_norms(published.read(name))
 
 
 def test_page_is_up_to_date() -> None:

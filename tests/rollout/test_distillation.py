@@ -20,7 +20,7 @@ from megarl.algorithms.losses.distillation_losses import divergence, gkd, with_r
 from megarl.algorithms.objective import needs_teacher, objective, runs_reference_pass, teacher_top_k
 from megarl.engines.vllm.outputs import completions
 from megarl.megatron.heads.output_heads import IMPOSSIBLE
-from megarl.recipe.schema import SourceTeacher, TeacherConfig
+from megarl.recipe.judge import SourceTeacher, TeacherConfig
 from megarl.rollout.engine_handle import TeacherHandle
 from megarl.rollout.teacher import server as teacher_server
 from megarl.rollout.teacher.scoring import Teacher

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.checkpoint.next_commands import after_interruption, after_training
 from megarl.commands.quickstart import RL_RECIPE, SFT_RECIPE
-from megarl.errors import RecipeError
+from megarl.errors import ProcessFailure, RecipeError
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import read_hf_config
@@ -74,13 +74,20 @@ def test_a_run_without_saved_weights_prints_that(recipe: Recipe, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "error, words",
+    "error, words, tries_again",
     [
-        (Exception("The current node timed out during startup."), r"runnable processes on \d+ cores.*load is lower"),
-        (ValueError("the amount of memory on this node available (0.02 GB)"), r"has \d+\.\d GB of memory left"),
+        (
+            Exception("The current node timed out during startup."),
+            r"runnable processes on \d+ cores.*load is lower",
+            True,
+        ),
+        (ValueError("the amount of memory on this node available (0.02 GB)"), r"has \d+\.\d GB of memory left", False),
     ],
 )
-def test_a_machine_too_busy_for_ray_is_reported(error: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_too_busy_for_ray_is_reported(
+    error: Exception, words: str, tries_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`train.restarts` tries again when the load may be lower: a restart after a failure must not end the run."""
     from megarl.cluster.orphan_reaper import OrphanReaper
     from megarl.cluster.ray import start
 
@@ -89,8 +96,9 @@ def test_a_machine_too_busy_for_ray_is_reported(error: Exception, words: str, mo
 
     monkeypatch.setattr(start.ray, "init", fails)
     monkeypatch.setattr(OrphanReaper, "env", {}, raising=False)
-    with pytest.raises(RuntimeError, match=words):
+    with pytest.raises(RuntimeError, match=words) as raised:
         start._start_private(OrphanReaper.__new__(OrphanReaper))
+    assert isinstance(raised.value, ProcessFailure) == tries_again
 
 
 def test_the_quickstart_accepts_debug() -> None:

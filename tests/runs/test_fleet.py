@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from benchmarks.injection import hang
 from tests.support.stack import metrics
 from tests.support.training_runs import Run, background_runs, pid_in_log
 
@@ -71,6 +74,25 @@ def test_a_killed_engine_starts_again_while_the_run_goes_on(started: Callable[..
     notices = (run.directory / "notices.jsonl").read_text()
     assert "service engine1" in notices and "killed (SIGKILL" in notices and "engine1 has the run's weights" in notices
     assert [line["step"] for line in metrics(run.directory)] == list(range(1, len(metrics(run.directory)) + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_engine_that_hangs_without_being_stopped_is_replaced(started: Callable[..., Run]) -> None:
+    """No thread of it runs, and /proc does not call it stopped, as after a fault of a device or its driver."""
+    run = started("rollout.max_staleness=2", "rollout.step_timeout=20")
+    run.wait_for_steps(2)
+    tracer = hang(pid := pid_in_log(run.directory, "engine1"))
+    wait_for(run, "fleet/deaths", 1.0)
+    assert tracer.wait(60) == 0 and not psutil.pid_exists(pid), (
+        "its process must end, since its successor takes its device"
+    )
+    wait_for(run, "fleet/serving", 2.0)
+    run.wait_for_steps(len(metrics(run.directory)) + 2)
+    run.process.send_signal(signal.SIGTERM)
+    status, errors = run.end(120)
+    assert status == 143, errors
+    assert re.search(r"engine1 .*died: it hangs: its .* for 20 s", (run.directory / "notices.jsonl").read_text())
 
 
 @pytest.mark.slow

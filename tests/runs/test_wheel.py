@@ -81,7 +81,7 @@ def test_plan(site: Path, folder: Path) -> None:
 
 def test_view(site: Path, folder: Path) -> None:
     """The page's scripts and styles are package data."""
-    code = "from megarl.commands.view.server import static_files; print(*static_files())"
+    code = "from megarl.observe.page.bundle import static_files; print(*static_files())"
     environment = {**os.environ, "PYTHONPATH": str(site)}
     shown = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
     static = ROOT / "megarl" / "commands" / "view" / "static"

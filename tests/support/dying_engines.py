@@ -25,6 +25,7 @@ class Service(ManualService):
         self.stopping = False
         self.started: Future[Any] = Future()
         self.end: Future[None] = Future()  # of `watch`
+        self.step: int | None = None  # that runs
 
     def failure(self) -> Failure | None:
         return self.dead
@@ -32,6 +33,10 @@ class Service(ManualService):
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         if method in ("start", "watch"):
             return self.started if method == "start" else self.end
+        if method == "running_step":
+            answer: Future[Any] = Future()
+            answer.set_result(self.step)
+            return answer
         return super().call(method, *arguments)
 
     def die(self) -> None:
@@ -55,7 +60,7 @@ class Service(ManualService):
 class Engines:
     """A fleet of services, and the processes that it has started."""
 
-    def __init__(self, count: int = 2, least: int = 1, load_limit: float = math.inf) -> None:
+    def __init__(self, count: int = 2, least: int = 1, load_limit: float = math.inf, step_limit: float = 0.0) -> None:
         self.services = [Service(number) for number in range(count)]
         self.handles = [EngineHandle(each) for each in self.services]  # type: ignore[arg-type]
         self.notices: list[str] = []
@@ -63,7 +68,8 @@ class Engines:
         self.restarts: list[int] = []
         self.ended: list[int] = []  # engines that have left and lost their process
         descriptions = [{"receivers": number} for number in range(count)]
-        self.fleet = Fleet(self.handles, descriptions, least, self.restart, self.note, self.end, load_limit)
+        limits = (load_limit, step_limit)
+        self.fleet = Fleet(self.handles, descriptions, least, self.restart, self.note, self.end, *limits)
 
     def note(self, text: str, event: str | None) -> None:
         self.notices.append(text)

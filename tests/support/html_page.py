@@ -9,28 +9,30 @@ MARKUP = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- </p
 
 
 class Page(HTMLParser):
-    """Elements, scripts and texts of a page."""
+    """Elements, title, scripts and other texts of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(convert_charrefs=True)
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.scripts: list[str] = []
-        self.text = ""
-        self._script = False
+        self.text = self.title = ""
+        self._tag = ""
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
-        self._script = tag == "script"
-        if self._script:
+        self._tag = tag
+        if tag == "script":
             self.scripts.append("")
 
     def handle_endtag(self, tag: str) -> None:
-        self._script = False
+        self._tag = ""
 
     def handle_data(self, data: str) -> None:
-        if self._script:
+        if self._tag == "script":
             self.scripts[-1] += data
+        elif self._tag == "title":
+            self.title += data
         else:
             self.text += data
 
@@ -39,6 +41,7 @@ def assert_self_contained(page: Page) -> None:
     """Assert that no element of the page loads another file."""
     assert page.elements
     for tag, attributes in page.elements:
-        assert tag not in ("link", "img", "iframe", "object", "embed", "base"), (tag, attributes)
+        is_icon = tag == "link" and (attributes.get("href") or "").startswith("data:")
+        assert is_icon or tag not in ("link", "img", "iframe", "object", "embed", "base"), (tag, attributes)
         assert "src" not in attributes, (tag, attributes)
         assert not (attributes.get("href") or "#").startswith(("http", "//")), (tag, attributes)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from megarl.hf.families import has_tower
 from tests.support.megatron_models import (
     CLIP_GRAD,
     ENTROPY_COEF,
@@ -21,6 +22,7 @@ from tests.support.megatron_models import (
     stack_experts,
 )
 from tests.support.trainer_processes import run_cases
+from tests.support.vl_model import published_experts
 
 WORKER = "tests.support.megatron_worker"
 SAME_GRADIENT = 1e-5
@@ -135,5 +137,9 @@ def gradient_of_transformers(model: Any, directory: Path) -> dict[str, torch.Ten
     tensors = checkpoint_tensors(directory)
     if model.config.model_type == "qwen3_5_moe":
         tensors = stack_experts(tensors)
+    if model.config.model_type == "qwen3_vl_moe":
+        tensors = published_experts(tensors)
     trained = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNTRAINED)}
+    if has_tower(model.config.to_dict()):
+        return trained
     return {name: tensor for name, tensor in trained.items() if not name.startswith(CARRIED)}

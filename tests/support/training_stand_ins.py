@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megarl.checkpoint.folder import checkpoint_name
+from megarl.platform.load import MachineLoad
 from megarl.rollout.source import Batch
 from megarl.types import Group, InlineData, Sample, SampleTokens, Shard, fetch
 
@@ -40,6 +41,8 @@ class Workers:
     def call(self, method: str, *args: Any) -> list[Any]:
         if method == "describe":
             return [{"dp_rank": 0, "dp_size": 1, "reports": True}]
+        if method == "machine_load":
+            return [MachineLoad("stand-in", {"cpu": 0.5})]
         self._note(method, args)
         if method == "compute_kl":
             return [{0: 2.0, 1: 0.0}]

@@ -1,8 +1,9 @@
-"""A tiny Qwen2.5-VL, and sequences for it: text alone, one image, two images of different sizes."""
+"""Tiny models that read images, and sequences for them: text alone, one image, two images of different sizes."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,6 @@ from tests.support.megatron_models import LENGTHS, rows_of_logits
 IMAGE, START, END = 250, 252, 253
 GRIDS = {1: [(2, (4, 6))], 2: [(3, (8, 4)), (14, (6, 10))], 5: [(8, (4, 4))]}
 """By number of the sequence: (index of the first token, (rows, columns) of patches) of each of its images."""
-VL_MODELS: dict[str, dict[str, Any]] = {"vl": {}, "vl_tied": {"tie_word_embeddings": True}}
-"""Tiny models and the differences of their configurations."""
 MERGE, WINDOW, PATCH_VALUES = 2, 56, 3 * 2 * 14 * 14
 CHAT_TEMPLATE = (  # Qwen2.5-VL's template with words of the tiny tokenizer
     "{% for message in messages %}w3 {% if message.content is string %}{{ message.content }}{% else %}"
@@ -24,24 +23,26 @@ CHAT_TEMPLATE = (  # Qwen2.5-VL's template with words of the tiny tokenizer
 )
 
 
+TEXT = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+IDS = {"image_token_id": IMAGE, "video_token_id": 251, "vision_start_token_id": START, "vision_end_token_id": END}
+
+
 def config(**fields: Any) -> Any:
     """Configuration with head sizes that vLLM's CPU kernels support; the grids are not multiples of the 2 x 2 windows."""
     import transformers
 
-    text = {
-        "vocab_size": 256,
-        "hidden_size": 128,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    rotary = {"type": "mrope", "mrope_section": [4, 6, 6]}
+    text = {**TEXT, "intermediate_size": 128, "rope_theta": 10000.0, "rope_scaling": rotary}
     vision = {
         "depth": 4,
         "hidden_size": 64,
@@ -55,22 +56,56 @@ def config(**fields: Any) -> Any:
         "fullatt_block_indexes": [1, 3],
     }
     return transformers.Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=IMAGE,
-        video_token_id=251,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-        **{"tie_word_embeddings": False, **fields},
+        text_config=text, vision_config=vision, **IDS, **{"tie_word_embeddings": False, **fields}
     )
 
 
-def write_vl_model(path: Path, **fields: Any) -> Path:
-    """Save the model at `path`; its weights are the same every time."""
+def qwen3_config(**fields: Any) -> Any:
+    """Configuration of Qwen3-VL, with experts if `fields` have `num_experts`.
+
+    Two features of the tower are tapped, one of them from its last layer. Learned positions are fewer than some images' rows and
+    columns, and more than others'.
+    """
     import transformers
 
+    rotary = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5], "rope_theta": 10000.0}
+    experts = {name: fields.pop(name) for name in tuple(fields) if name.startswith(("num_exp", "moe_", "norm_"))}
+    text = {**TEXT, "head_dim": 32, "intermediate_size": 96, "rope_parameters": rotary, **experts}
+    vision = {
+        "depth": 4,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "out_hidden_size": 128,
+        "patch_size": 14,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [1, 3],
+    }
+    make = transformers.Qwen3VLMoeConfig if experts else transformers.Qwen3VLConfig
+    return make(text_config=text, vision_config=vision, **IDS, **{"tie_word_embeddings": False, **fields})
+
+
+VL_MODELS: dict[str, Callable[[], Any]] = {
+    "vl": config,
+    "vl_tied": functools.partial(config, tie_word_embeddings=True),
+    "qwen3_vl": qwen3_config,
+    "qwen3_vl_tied": functools.partial(qwen3_config, tie_word_embeddings=True),
+    "qwen3_vl_moe": functools.partial(
+        qwen3_config, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
+    ),
+}
+"""Configurations of the tiny models."""
+
+
+def write_vl_model(path: Path, name: str = "vl") -> Path:
+    """Save a model of `VL_MODELS` at `path`; its weights are the same every time."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
     torch.manual_seed(0)
-    model = transformers.Qwen2_5_VLForConditionalGeneration(config(**fields))
+    model = transformers.AutoModelForImageTextToText.from_config(VL_MODELS[name]())
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -78,7 +113,17 @@ def write_vl_model(path: Path, **fields: Any) -> Path:
             else:
                 parameter.normal_(0, 0.05)
     model.save_pretrained(path)
+    if name == "qwen3_vl_moe":
+        file = path / "model.safetensors"
+        save_file(published_experts(load_file(file)), file, metadata={"format": "pt"})
     return path
+
+
+def published_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Transpose experts as published checkpoints of Qwen3-VL store them; transformers 5 does so when it loads, not when it saves."""
+    stacks = {name: weight for name, weight in weights.items() if ".experts." in name}
+    assert len(stacks) == 2 * TEXT["num_hidden_layers"]
+    return weights | {name: weight.transpose(1, 2).contiguous() for name, weight in stacks.items()}
 
 
 def sequences() -> list[tuple[torch.Tensor, list[tuple[int, torch.Tensor, torch.Tensor]]]]:
@@ -112,7 +157,7 @@ def images_of(numbers: list[int]) -> Any:
 def transformers_model(path: Path) -> Any:
     import transformers
 
-    return transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+    return transformers.AutoModelForImageTextToText.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
 
@@ -165,7 +210,7 @@ def check_upstream(path: str) -> None:
     assert torch.equal(rotary(60), exact), "mended, the angles do not depend on the model's dtype"
 
 
-def write_processor(path: Path) -> None:
+def write_processor(path: Path, processor_class: str = "Qwen2_5_VLProcessor") -> None:
     """Write tokenizer and image processor files, which vLLM requires, although nothing is tokenized or processed."""
     import json
 
@@ -182,7 +227,7 @@ def write_processor(path: Path) -> None:
     tokenizer.save_pretrained(path)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2_5_VLProcessor",
+        "processor_class": processor_class,
         "patch_size": 14,
         "merge_size": MERGE,
         "temporal_patch_size": 2,

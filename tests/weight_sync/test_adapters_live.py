@@ -151,7 +151,7 @@ def test_adapters_that_differ_from_the_merged_weights_end_the_update(processes: 
             TrainersFailed, match=r"adapters of model.layers.0.self_attn.k_proj.weight, .*differ from the merged"
         ):
             run.trainers.call("send_adapters", 2)
-        with pytest.raises(RuntimeError, match="differ from the merged weights"):
+        with pytest.raises(RuntimeError, match="differ from the merged exported weights"):
             received.result(120)
     finally:
         run.trainers.close()

@@ -12,6 +12,7 @@ from ray._private.services import canonicalize_bootstrap_address
 
 from megarl.cluster.orphan_reaper import OrphanReaper
 from megarl.cluster.ray.signals import keep_sigterm_handler, separate_process_groups
+from megarl.errors import ProcessFailure
 
 MIB = 1 << 20
 STORE_SHARE = 0.3  # of the free /dev/shm and of the memory, whichever is less
@@ -60,7 +61,7 @@ def _start_private(reaper: OrphanReaper) -> None:
         if "timed out" not in str(error):  # Ray has no exception class for either case
             raise
         load = f"{os.getloadavg()[0]:.0f} runnable processes on {os.cpu_count()} cores"
-        raise RuntimeError(
+        raise ProcessFailure(
             f"Ray did not start on this machine in time ({load}). Try again when the load is lower; Ray's logs are in "
             f"/tmp/ray/session_latest/logs.\nRay reports: {error}"
         ) from error

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megarl import platform as platforms
+from megarl.cluster.key_value_store import join_ranks
 from megarl.commands.accept.ranks import COLLECTIVE_SECONDS
 
 
@@ -23,9 +24,7 @@ class Rank:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         torch.use_deterministic_algorithms(deterministic)
         self.platform.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.distributed.init_process_group(
-            self.platform.process_group_backend, timeout=timedelta(seconds=COLLECTIVE_SECONDS)
-        )
+        join_ranks(self.platform.process_group_backend, timedelta(seconds=COLLECTIVE_SECONDS))
 
     def describe(self) -> dict[str, Any]:
         """Return host, process and device of this rank."""

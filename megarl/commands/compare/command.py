@@ -22,7 +22,7 @@ def compare(run_a: Path, run_b: Path, options: CompareOptions, *, html: Path | N
     result = compare_logs(read_log(run_a), read_log(run_b), options)
     if html is not None:
         from megarl.commands.compare.show import render
-        from megarl.observe.report.page import write_html
+        from megarl.observe.html import write_html
 
         write_html(html, render(result))
     if as_json:

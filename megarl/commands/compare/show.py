@@ -13,8 +13,8 @@ from rich.text import Text
 from megarl.commands.compare.measures import Series, errors, spark
 from megarl.commands.compare.rules import THROUGHPUT, Comparison
 from megarl.observe.console import short
-from megarl.observe.report.curves import MAX_POINTS, series
-from megarl.observe.report.page import page_with_charts
+from megarl.observe.page.bundle import page_with_charts
+from megarl.observe.page.curves import MAX_POINTS, series
 
 _MORE_METRICS = (  # further charts, if both runs logged the metric: they help to explain a difference
     ("Response length", "response_length/mean"),
@@ -118,7 +118,8 @@ def render(result: Comparison) -> str:
     longest = max(len(side.curve) for side in (result.a, result.b))
     return page_with_charts(
         "compare.html.j2",
-        {"series": curves, "charts": charts, "resumes": []},
+        {"series": curves, "charts": charts},
+        "compare.js",
         title=f"{_title(result)}: A against B",
         within=result.within,
         facts=facts,

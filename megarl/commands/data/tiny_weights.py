@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from megarl.atomic_files import give_default_mode
+from megarl.hf.config import text_fields
 from megarl.hf.families import family_of, has_tower
 from megarl.hf.families.sizes import tensors
 
@@ -29,19 +30,22 @@ def write_weights(path: Path, config: Config, seed: int, norm_spread: float) -> 
     from safetensors.numpy import save_file
 
     tensors = {}
+    config = text_fields(config)
     for name, shape in shapes(config):
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         noise = rng.standard_normal(shape, dtype=np.float32)
         if len(shape) > 1:
             tensors[name] = noise * np.float32(config["initializer_range"])
         else:
-            tensors[name] = noise * np.float32(norm_spread) + np.float32("norm" in name or name.endswith("ln_q.weight"))
+            centered = name.endswith("bias") or not ("norm" in name or name.endswith("ln_q.weight"))
+            tensors[name] = noise * np.float32(norm_spread) + np.float32(not centered)
     save_file(tensors, path, metadata={"format": "pt"})
     give_default_mode(path)
 
 
 def shapes(config: Config) -> Shapes:
     """Iterate over the tensors of the checkpoint as (published name, shape [out, in])."""
+    config = text_fields(config)
     family, layers = family_of(config), config["num_hidden_layers"]
     yield from tensors(family, config)
     for layer in range(layers, layers + (config.get("num_nextn_predict_layers") or 0)):
@@ -51,7 +55,8 @@ def shapes(config: Config) -> Shapes:
                 yield name.replace(last, f"model.layers.{layer}."), shape
         yield from _token_prediction(config, f"model.layers.{layer}.")
     if has_tower(config):
-        yield from _vision_tower(config["vision_config"])
+        tower = _deepstack_tower if family.deepstack else _vision_tower
+        yield from tower(config["vision_config"])
 
 
 def _token_prediction(config: Config, prefix: str) -> Shapes:
@@ -67,11 +72,8 @@ def _token_prediction(config: Config, prefix: str) -> Shapes:
 def _vision_tower(vision: Config) -> Shapes:
     """Iterate over the tensors of Qwen2.5-VL's vision tower."""
     hidden, width, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
-    patch, merged = vision["patch_size"], hidden * vision["spatial_merge_size"] ** 2
-    yield (
-        "visual.patch_embed.proj.weight",
-        (hidden, vision.get("in_channels", 3), vision["temporal_patch_size"], patch, patch),
-    )
+    merged = hidden * vision["spatial_merge_size"] ** 2
+    yield "visual.patch_embed.proj.weight", _patches(vision)
     for layer in range(vision["depth"]):
         prefix = f"visual.blocks.{layer}."
         yield from ((f"{prefix}{name}.weight", (hidden,)) for name in ("norm1", "norm2"))
@@ -83,6 +85,36 @@ def _vision_tower(vision: Config) -> Shapes:
     yield "visual.merger.ln_q.weight", (hidden,)
     yield from _biased("visual.merger.mlp.0", merged, merged)
     yield from _biased("visual.merger.mlp.2", merged, out)
+
+
+def _deepstack_tower(vision: Config) -> Shapes:
+    """Iterate over the tensors of Qwen3-VL's vision tower."""
+    hidden, width, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
+    merged, taps = hidden * vision["spatial_merge_size"] ** 2, range(len(vision["deepstack_visual_indexes"]))
+    root = "model.visual."
+    yield f"{root}patch_embed.proj.weight", _patches(vision)
+    yield f"{root}patch_embed.proj.bias", (hidden,)
+    yield f"{root}pos_embed.weight", (vision["num_position_embeddings"], hidden)
+    norms = {f"{root}blocks.{layer}.norm{number}": hidden for layer in range(vision["depth"]) for number in (1, 2)}
+    mergers = [f"{root}merger", *(f"{root}deepstack_merger_list.{tap}" for tap in taps)]
+    norms |= {f"{merger}.norm": merged for merger in mergers[1:]} | {f"{mergers[0]}.norm": hidden}
+    for name, size in norms.items():
+        yield from ((f"{name}.{kind}", (size,)) for kind in ("weight", "bias"))
+    for layer in range(vision["depth"]):
+        block = f"{root}blocks.{layer}"
+        yield from _biased(f"{block}.attn.qkv", hidden, 3 * hidden)
+        yield from _biased(f"{block}.attn.proj", hidden, hidden)
+        yield from _biased(f"{block}.mlp.linear_fc1", hidden, width)
+        yield from _biased(f"{block}.mlp.linear_fc2", width, hidden)
+    for merger in mergers:
+        yield from _biased(f"{merger}.linear_fc1", merged, merged)
+        yield from _biased(f"{merger}.linear_fc2", merged, out)
+
+
+def _patches(vision: Config) -> tuple[int, ...]:
+    """Return the shape of a tower's patch embedding."""
+    size = vision["patch_size"]
+    return vision["hidden_size"], vision.get("in_channels", 3), vision["temporal_patch_size"], size, size
 
 
 def _biased(name: str, size_in: int, size_out: int) -> Shapes:

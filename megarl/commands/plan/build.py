@@ -9,7 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.algorithms.advantages import uses_critic
-from megarl.commands.plan.count.devices import ROLLOUT, Occupants, largest_tensor, places, swaps_of, too_large
+from megarl.commands.plan.count.devices import (
+    ROLLOUT,
+    Occupants,
+    largest_tensor,
+    places,
+    swaps_of,
+    too_large,
+    whole_expert_bytes,
+)
 from megarl.commands.plan.count.engines import Engine, engines, not_counted, rank_of, too_small
 from megarl.commands.plan.count.host import assumed, host_refusals, hosts_of, keeps_weights
 from megarl.commands.plan.count.libraries import LEGEND, counted_libraries
@@ -127,7 +135,8 @@ def _counted(
     }
     not_counted_by_section = {kind.section: why for kind in kinds if (why := not_counted(kind, memory))}
     largest, keeps = largest_tensor(recipe.model.dtype, actor), keeps_weights(recipe.cluster, device)
-    occupants = Occupants(recipe, stages, ranks, swaps_of(recipe), largest, keeps)
+    collected = whole_expert_bytes(recipe.model.dtype, actor)
+    occupants = Occupants(recipe, stages, ranks, swaps_of(recipe), largest, keeps, collected)
     hosts = hosts_of(occupants, device)
     if device is not None and hosts:
         not_planned = [*not_planned, LEGEND, assumed(hosts, device.host_memory)]

@@ -26,7 +26,7 @@ from megarl.commands.plan.time.estimate import with_estimate
 from megarl.engines.routes import check_route
 from megarl.errors import InputError, as_input_error
 from megarl.hf.shape import largest
-from megarl.observe.report.page import write_html
+from megarl.observe.html import write_html
 from megarl.platform.device_table import Device
 from megarl.preflight.findings import Survey
 from megarl.preflight.load import load_recipe
@@ -54,7 +54,7 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, model: str 
             return 0
         environment = environment_of(recipe, models, kind)
         for route in expected_routes(recipe, kind)[:1]:
-            check_route(recipe, route)
+            check_route(recipe, route, models["rollout"])
         result = make_plan(recipe, models, kind, memory=options.memory, response=options.response)
         if kind is not None:
             result = with_estimate(result, recipe, models, kind, table, options.response)
@@ -98,11 +98,12 @@ def _search(
     recipe, divides = load_for_search(path, overrides, model, device)
     look = checked(divides, path, model)
     require(look, strict=options.strict)
+    models = _models(look)
     with as_input_error():
         routes = expected_routes(divides, device)
         for route in routes[:1]:
-            check_route(divides, route)
-        subject = subject_of(as_expected(recipe, routes), _models(look), device, options.response)
+            check_route(divides, route, models["rollout"])
+        subject = subject_of(as_expected(recipe, routes), models, device, options.response)
         result = search(subject, seconds=options.seconds or SECONDS)
         result = replace(result, unchecked=look.texts("unavailable"), notes=[*look.texts("notice"), *notes])
         if options.as_json:

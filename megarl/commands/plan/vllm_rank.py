@@ -92,7 +92,8 @@ def build(spec: EngineSpec, rank: int) -> RankModel:
 def _arguments(spec: EngineSpec) -> dict[str, Any]:
     """Return the engine arguments on an accelerator that change the memory of a rank."""
     relevant = {name: value for name, value in spec.engine_args.items() if name in _OF_THE_MODEL}
-    arguments = build_engine_args(replace(spec, engine_args=relevant, sleep_mode=False, adapters=None), "cuda")
+    plain = replace(spec, engine_args=relevant, sleep_mode=False, adapters=None, return_routed_experts=False)
+    arguments = build_engine_args(plain, "cuda")
     return {**arguments, "enforce_eager": True, "load_format": "dummy", "distributed_executor_backend": None}
 
 

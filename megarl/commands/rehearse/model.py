@@ -7,7 +7,7 @@ from typing import Any
 from megarl.commands.data.tiny_tokenizer import EOS_ID, FIRST_IMAGE_ID, IMAGE_TOKENS, PAD_ID, VOCAB_LIMIT
 from megarl.commands.rehearse.changes import Changes
 from megarl.hf.config import number_of_experts, text_fields, with_experts, with_layers
-from megarl.hf.families import has_tower
+from megarl.hf.families import family_of, has_tower
 
 Config = dict[str, Any]
 
@@ -15,7 +15,9 @@ Config = dict[str, Any]
 HEAD, HIDDEN, WIDTH, EXPERT_WIDTH, RANK = 32, 64, 128, 64, 32
 EXPERTS, CHOSEN, GROUPS = 8, 2, 4
 WINDOW = 16
-VISION = {"depth": 4, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96, "fullatt_block_indexes": [1, 3], "window_size": 56}  # fmt: skip
+VISION = {"depth": 4, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96}
+# Fields that some towers have. One tapped layer fits every pipeline: the first stage has at least one layer.
+OF_TOWERS = {"fullatt_block_indexes": [1, 3], "window_size": 56, "num_position_embeddings": 36, "deepstack_visual_indexes": [2]}  # fmt: skip
 _SPREAD = 0.05  # standard deviation of random weights
 _FILE_DTYPE = "dtype of the weight files; model.dtype is the trainer's dtype"
 _REASONS = {"initializer_range": "random weights", "dtype": _FILE_DTYPE, "torch_dtype": _FILE_DTYPE}
@@ -30,7 +32,10 @@ _STRUCTURE = (
 
 
 def shrink_model(hf_config: Config, layers: int, changes: Changes) -> Config:
-    """Return a small version of a config.json with at least `layers` layers. Record the changes in `changes`."""
+    """Return a small version of a config.json with at least `layers` layers. Record the changes in `changes`.
+
+    Its text section is merged into the top level, except where transformers reads the text model from the section only.
+    """
     config = text_fields(hf_config)
     config.pop("text_config", None)
     small = {**config, **_attention(config), **_experts(config), **_ids(config)}
@@ -39,7 +44,14 @@ def shrink_model(hf_config: Config, layers: int, changes: Changes) -> Config:
     if has_tower(config):
         small |= _vision(config, small)
     _note(config, small, changes)
-    return small
+    return _in_sections(small, hf_config["text_config"]) if family_of(hf_config).deepstack else small
+
+
+def _in_sections(small: Config, text: Config) -> Config:
+    """Return a small config.json with the fields of `text`, the whole model's text section, in a section."""
+    names = text.keys() - {"architectures", "model_type", "tie_word_embeddings"}
+    section = {"model_type": text.get("model_type"), **{name: small[name] for name in small if name in names}}
+    return {**{name: value for name, value in small.items() if name not in names}, "text_config": section}
 
 
 def _attention(config: Config) -> Config:
@@ -96,7 +108,9 @@ def _ids(config: Config) -> Config:
 
 
 def _vision(config: Config, small: Config) -> Config:
-    tower = {**config["vision_config"], **VISION, "out_hidden_size": small["hidden_size"]}
+    vision = config["vision_config"]
+    optional = {name: value for name, value in OF_TOWERS.items() if name in vision}
+    tower = {**vision, **VISION, **optional, "out_hidden_size": small["hidden_size"]}
     return {"vision_config": tower, **{name: _sections(config[name]) for name in _ROTARY if config.get(name)}}
 
 

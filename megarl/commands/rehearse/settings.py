@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from megarl.algorithms.advantages import uses_critic
+from megarl.algorithms.objective import runs_old_log_prob_pass
 from megarl.commands.rehearse.changes import Changes, settings_of
 from megarl.commands.rehearse.layout import processes_for, shrink_layout
 from megarl.megatron.extra_settings import fields_of_megatron
@@ -193,6 +194,7 @@ def _engines(small: Recipe, section: str, changes: Changes) -> None:
     changes.set(owner, f"{section}.engines", group, _CORES)
     if section == "rollout":
         changes.set(owner, f"{section}.data_parallel", group, _CORES)
+        _routing_replay(small, changes)
     for source, teacher in getattr(owner, "by_source", {}).items():
         changes.set(teacher, f"teacher.by_source.{source}.engines", 1, _CORES)
     changes.set(owner, f"{section}.tensor_parallel", 1, _CORES)
@@ -210,3 +212,12 @@ def _engines(small: Recipe, section: str, changes: Changes) -> None:
     if small.train.source == "rollout" and section == "rollout":
         arguments.setdefault("kv_cache_memory_bytes", _KV_CACHE)
         arguments.setdefault("max_num_seqs", _SEQUENCES)
+
+
+def _routing_replay(small: Recipe, changes: Changes) -> None:
+    """Replay the trainers' choices of experts in place of the engine's, if the recipe has a pass that records them."""
+    if small.megatron.routing_replay == "rollout":
+        replay = "old_log_probs" if runs_old_log_prob_pass(small.algorithm) else "none"
+        changes.set(
+            small.megatron, "megatron.routing_replay", replay, "an engine on CPU does not return the experts of a token"
+        )

@@ -22,7 +22,7 @@ from megarl.commands.simulate.show.page import render
 from megarl.commands.simulate.study import CONTROLLER_BYTES, SimulatedRun, Study, study
 from megarl.errors import InputError, NotHereError, as_input_error
 from megarl.hf.shape import largest
-from megarl.observe.report.page import write_html
+from megarl.observe.html import write_html
 from megarl.platform.device_table import Device
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import POLICY, config_of

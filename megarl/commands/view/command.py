@@ -7,8 +7,8 @@ import socket
 from pathlib import Path
 from urllib.parse import quote
 
-from megarl.commands.view.viewed_run import ViewedRun, labels
 from megarl.errors import InputError, as_input_error
+from megarl.observe.page.viewed_run import ViewedRun, labels
 from megarl.observe.run_dir import RunDirectory
 
 PORT = 8421

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,10 +15,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from megarl.commands.view.access import Access
-from megarl.commands.view.sample_pages import SampleFilter
-from megarl.commands.view.viewed_run import ViewedRun, recipe_table
 from megarl.observe.json_lines import json_line
-from megarl.observe.report.charts import present
+from megarl.observe.page.bundle import static_files, static_text
+from megarl.observe.page.sample_pages import SampleFilter
+from megarl.observe.page.viewed_run import ViewedRun, chart_list, recipe_table
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_CURVES = 64  # in one request
@@ -48,10 +47,11 @@ class _Data:
         return {
             "runs": self._list,
             "state": lambda request: {"runs": [run.state() for run in self._runs]},
-            "charts": self._charts,
+            "charts": lambda request: chart_list(self._runs),
             "recipes": lambda request: recipe_table(self._runs),
             "runs/{run:int}/overview": lambda request: self._run(request).overview(),
             "runs/{run:int}/curves": self._curves,
+            "runs/{run:int}/sources": lambda request: self._run(request).sources(),
             "runs/{run:int}/phases": lambda request: self._run(request).phases(),
             "runs/{run:int}/notices": lambda request: self._run(request).notices(_integer(request, "first", 0)),
             "runs/{run:int}/sample_steps": lambda request: {"steps": self._run(request).sample_steps()},
@@ -64,10 +64,6 @@ class _Data:
     def _list(self, request: Request) -> dict[str, Any]:
         runs = [{"id": run.number, "label": run.label, "path": str(run.run_dir.path)} for run in self._runs]
         return {"follow": self._follow, "runs": runs}
-
-    def _charts(self, request: Request) -> dict[str, Any]:
-        names = {name for run in self._runs for name in run.metric_names()}
-        return {"charts": present(names), "names": sorted(names)}
 
     def _curves(self, request: Request) -> dict[str, Any]:
         names = request.query_params.getlist("name")
@@ -136,17 +132,12 @@ def _error(request: Request, error: Exception) -> Response:
     return Response(json_line({"error": error.detail}), error.status_code, media_type="application/json")
 
 
-def static_files() -> list[str]:
-    """Return the names of the page's files."""
-    return sorted(file.name for file in files("megarl.commands.view").joinpath("static").iterdir())
-
-
 def _static(name: str) -> Callable[[Request], Response]:
-    file = files("megarl.commands.view").joinpath("static", name)
+    content = static_text(name).encode()
     kind = _TYPES[name[name.rindex(".") :]]
 
     def endpoint(request: Request) -> Response:
-        return Response(file.read_bytes(), media_type=f"{kind}; charset=utf-8")
+        return Response(content, media_type=f"{kind}; charset=utf-8")
 
     return endpoint
 

@@ -11,8 +11,7 @@ from typing import Any
 from megarl.hf.config import text_fields
 from megarl.hf.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from megarl.hf.families.family import Family
-from megarl.hf.families.glm4_moe import GLM4_MOE
-from megarl.hf.families.glm4_moe_lite import GLM4_MOE_LITE
+from megarl.hf.families.glm4_moe import GLM4_MOE, GLM4_MOE_LITE
 from megarl.hf.families.gpt_oss import GPT_OSS
 from megarl.hf.families.llama import LLAMA
 from megarl.hf.families.mixtral import MINIMAX_M2, MIXTRAL
@@ -21,6 +20,7 @@ from megarl.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megarl.hf.families.qwen2_5_vl import QWEN2_5_VL
 from megarl.hf.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT
 from megarl.hf.families.qwen3_next import QWEN3_NEXT
+from megarl.hf.families.qwen3_vl import DEEPSTACK, QWEN3_VL, QWEN3_VL_MOE
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
@@ -42,6 +42,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": QWEN3_5_TEXT,
     "qwen3_moe": QWEN3_MOE,
     "qwen3_next": QWEN3_NEXT,
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": QWEN3_VL_MOE,
 }
 """By `model_type`. Tests compare log-probs and gradients of each with transformers."""
 
@@ -50,6 +52,14 @@ def has_tower(hf_config: Mapping[str, Any]) -> bool:
     """Return whether a model reads images: it has a vision tower, and its family trains it."""
     family = FAMILIES.get(hf_config.get("model_type", ""))
     return "vision_config" in hf_config and (family is None or family.tower)
+
+
+def deepstack_layers(hf_config: Mapping[str, Any]) -> int:
+    """Return the number of text layers, from the first on, that a model's vision tower feeds."""
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    if family is None or not family.deepstack:
+        return 0
+    return len((hf_config.get("vision_config") or {}).get("deepstack_visual_indexes", DEEPSTACK))
 
 
 def has_zero_centered_norms(hf_config: dict[str, Any]) -> bool:

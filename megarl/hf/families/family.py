@@ -55,11 +55,15 @@ class Family:
     latent: bool = False  # multi-head latent attention
     sinks: bool = False  # each head has a learned logit that only the softmax's denominator has
     windows: bool = False  # sliding windows in some layers are part of the architecture
+    whole_experts: bool = (
+        False  # vLLM's loader writes experts past its weight loaders: engine ranks collect whole tensors
+    )
     wide_norms: bool = False  # norms of queries and keys over all heads together, not of each head
     carried: tuple[str, ...] = ("mtp.",)
     """Prefixes of tensors that are not trained and are exported unchanged; so are layers beyond the last."""
 
     tower: bool = False  # has a vision tower, which is trained
+    deepstack: bool = False  # the tower also feeds the first layers of the text model
     delta_nets: bool = False  # gated delta nets in the layers that `layer_types` calls linear_attention
     adapters: bool = False  # LoRA is tested for this family
     reads_as: str = ""  # model_type under which transformers loads config.json, if it lacks this one

@@ -69,5 +69,6 @@ GPT_OSS = Family(
     ties=False,
     biased=True,
     sinks=True,
+    whole_experts=True,
     windows=True,
 )

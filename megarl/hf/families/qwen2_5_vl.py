@@ -5,17 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.hf.families.family import Family
-from megarl.hf.families.rows import ATTENTION, DENSE, MODEL, prefixed, row
-from megarl.hf.families.slices import Config, copy, gate_up, tower_qkv
+from megarl.hf.families.rows import ATTENTION, DENSE, MODEL, TOWER_LAYER, prefixed, row
+from megarl.hf.families.slices import Config, copy, gate_up
 
 _TOWER = prefixed(
     (
-        row(copy, "self_attention.linear_qkv.layer_norm_weight", "norm1.weight"),
-        row(tower_qkv, "self_attention.linear_qkv.weight", "attn.qkv.weight"),
-        row(tower_qkv, "self_attention.linear_qkv.bias", "attn.qkv.bias"),
-        row(copy, "self_attention.linear_proj.weight", "attn.proj.weight"),
-        row(copy, "self_attention.linear_proj.bias", "attn.proj.bias"),
-        row(copy, "mlp.linear_fc1.layer_norm_weight", "norm2.weight"),
+        *TOWER_LAYER,
         row(gate_up, "mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
         row(gate_up, "mlp.linear_fc1.bias", "mlp.gate_proj.bias", "mlp.up_proj.bias"),
         row(copy, "mlp.linear_fc2.weight", "mlp.down_proj.weight"),

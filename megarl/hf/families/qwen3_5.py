@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.hf.families.family import Family, Refusals
 from megarl.hf.families.qwen3_next import GATED_SHARED_EXPERT, gated_attention, gated_mixture
-from megarl.hf.families.rows import DELTA_NET, DENSE, EXPERTS, GATED_ATTENTION, MODEL, in_layers, row, under
+from megarl.hf.families.rows import DELTA_NET, DENSE, GATED_ATTENTION, MODEL, in_layers, row, stacked_experts, under
 from megarl.hf.families.slices import Config, delta_by_part
 from megarl.hf.families.stacks import expert_stack
 
@@ -19,13 +19,6 @@ _LAYERS = (
     *GATED_ATTENTION,
     *DELTA_NET,
     *in_layers(row(delta_by_part, "self_attention.in_proj.weight", *_IN_PARTS)),
-)
-_STACKED = (
-    *(row for row in EXPERTS if "{expert}" not in row.parameter),
-    *in_layers(
-        row(expert_stack, "mlp.experts.linear_fc1.weight{expert}", "mlp.experts.gate_up_proj"),
-        row(expert_stack, "mlp.experts.linear_fc2.weight{expert}", "mlp.experts.down_proj"),
-    ),
 )
 _CARRIED = ("model.visual.", "mtp.")
 _WHOLE = "model.language_model."  # where checkpoints with a vision tower have the language model
@@ -50,7 +43,7 @@ def _unsupported(config: Config) -> Refusals:
 QWEN3_5_TEXT = Family((*_LAYERS, *DENSE), _dense, rotary=("default",), delta_nets=True)
 QWEN3_5 = Family(under(_WHOLE, (*_LAYERS, *DENSE)), _dense, rotary=("default",), delta_nets=True, carried=_CARRIED)
 QWEN3_5_MOE = Family(
-    under(_WHOLE, (*_LAYERS, *_STACKED, *GATED_SHARED_EXPERT)),
+    under(_WHOLE, (*_LAYERS, *stacked_experts(expert_stack), *GATED_SHARED_EXPERT)),
     _experts,
     sparse=_always,
     unsupported=_unsupported,

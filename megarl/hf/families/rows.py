@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megarl.hf.families.slices import Kind, copy, delta_convolution, gate_up, gated_qkv, qkv, vocabulary
+from megarl.hf.families.slices import Kind, copy, delta_convolution, gate_up, gated_qkv, qkv, tower_qkv, vocabulary
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,17 @@ EXPERTS = in_layers(
 """A mixture of experts."""
 
 
+def stacked_experts(kind: Kind) -> tuple[TableRow, ...]:
+    """Return the rows of a mixture of experts of which the checkpoint stores all experts of a layer as one tensor."""
+    return (
+        *(each for each in EXPERTS if "{expert}" not in each.parameter),
+        *in_layers(
+            row(kind, "mlp.experts.linear_fc1.weight{expert}", "mlp.experts.gate_up_proj"),
+            row(kind, "mlp.experts.linear_fc2.weight{expert}", "mlp.experts.down_proj"),
+        ),
+    )
+
+
 def shared_experts(name: str) -> tuple[TableRow, ...]:
     """Return the rows of shared experts, which the checkpoint calls `name`."""
     return in_layers(
@@ -131,3 +142,40 @@ DELTA_NET = in_layers(
     row(copy, "self_attention.norm", "linear_attn.norm.weight"),
     row(copy, "self_attention.out_proj.weight", "linear_attn.out_proj.weight"),
 )
+
+TOWER_LAYER = (
+    row(copy, "self_attention.linear_qkv.layer_norm_weight", "norm1.weight"),
+    row(tower_qkv, "self_attention.linear_qkv.weight", "attn.qkv.weight"),
+    row(tower_qkv, "self_attention.linear_qkv.bias", "attn.qkv.bias"),
+    row(copy, "self_attention.linear_proj.weight", "attn.proj.weight"),
+    row(copy, "self_attention.linear_proj.bias", "attn.proj.bias"),
+    row(copy, "mlp.linear_fc1.layer_norm_weight", "norm2.weight"),
+)
+"""A layer of Qwen2.5-VL's and Qwen3-VL's vision towers, without its MLP."""
+
+_TOWER_MLP = tuple(
+    row(copy, name, name) for name in (f"linear_fc{n}.{kind}" for n in (1, 2) for kind in ("weight", "bias"))
+)
+_DEEPSTACK_LAYER = (
+    *TOWER_LAYER,
+    row(copy, "self_attention.linear_qkv.layer_norm_bias", "norm1.bias"),
+    row(copy, "mlp.linear_fc1.layer_norm_bias", "norm2.bias"),
+    *prefixed(_TOWER_MLP, "mlp.", "mlp."),
+)
+_MERGER = (
+    *(row(copy, f"norm.{kind}", f"norm.{kind}") for kind in ("weight", "bias")),
+    *prefixed(_TOWER_MLP, "mlp.", ""),
+)
+DEEPSTACK_TOWER = prefixed(
+    (
+        row(copy, "patch_embed.weight", "patch_embed.proj.weight"),
+        row(copy, "patch_embed.bias", "patch_embed.proj.bias"),
+        row(copy, "pos_embed.weight", "pos_embed.weight"),
+        *prefixed(_DEEPSTACK_LAYER, "layers.{layer}.", "blocks.{layer}."),
+        *prefixed(_MERGER, "merger.", "merger."),
+        *prefixed(_MERGER, "deepstack_layers.{layer}.", "deepstack_merger_list.{layer}."),
+    ),
+    "vision_model.",
+    "model.visual.",
+)
+"""Qwen3-VL's vision tower."""

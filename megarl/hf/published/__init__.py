@@ -1,8 +1,7 @@
 """config.json files of published models, so that recipes can be checked offline.
 
 Each folder has the name of the model on the Hugging Face hub, without its owner, and holds the fields of the published
-config.json that describe the model. DeepSeek-V3 and gpt-oss have no
-`quantization_config` here, as after conversion to bfloat16.
+config.json that describe the model, without `quantization_config`, as after conversion to bfloat16. sources.md has the sources.
 """
 
 from __future__ import annotations

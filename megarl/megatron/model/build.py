@@ -242,12 +242,22 @@ def _mark_sinks(chunk: Any, **_: Any) -> None:
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
 
-def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
-    from megarl.megatron.model.bridge import FamilyBridge
+def _bridge_class(hf_config: Any) -> Any:
+    if not has_tower(hf_config.to_dict()):
+        from megarl.megatron.model.bridge import FamilyBridge
+
+        return FamilyBridge
+    if family_of(hf_config.to_dict()).deepstack:
+        from megarl.megatron.model.qwen3_vl import DeepStackBridge
+
+        return DeepStackBridge
     from megarl.megatron.model.qwen2_5_vl import VisionBridge
 
-    make = VisionBridge if has_tower(hf_config.to_dict()) else FamilyBridge
-    bridge = make(
+    return VisionBridge
+
+
+def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
+    bridge = _bridge_class(hf_config)(
         family_of(hf_config.to_dict()),
         hf_config,
         dtype=DTYPES[recipe.model.dtype],

@@ -85,6 +85,13 @@ def _fix_layers() -> None:
         Qwen2_5VLModel.forward = _forward
 
 
+def attention_by_token() -> type:
+    """Return mbridge's self-attention, whose rotary angles belong to tokens instead of positions within sequences."""
+    _fix_layers()
+    attention: type = Qwen2_5VLSelfAttention
+    return attention
+
+
 def _tower_config(config: Any, *, vision: Any) -> Any:
     """Return the vision tower's TransformerConfig. `vision`: its section of config.json."""
     config = _of_published_model(config)
@@ -139,9 +146,7 @@ def _forward(
         if images is not None:
             device = input_ids.device
             rows = self.vision_model(vision_data=images.pixels.to(device), grid_thw=images.grids.to(device))
-            embeddings = embeddings.index_put(
-                (images.places.to(device),), rows[images.rows.to(device)].unsqueeze(1).to(embeddings.dtype)
-            )
+            embeddings = with_rows(embeddings, rows.unsqueeze(1), images)
         if self.config.sequence_parallel:
             embeddings = tensor_parallel.scatter_to_sequence_parallel_region(embeddings)
     return self.language_model(
@@ -151,3 +156,9 @@ def _forward(
         decoder_input=embeddings,
         packed_seq_params=packed_seq_params,
     )
+
+
+def with_rows(stream: torch.Tensor, rows: torch.Tensor, images: StreamImages) -> torch.Tensor:
+    """Return `stream` [share, ...] with a vision tower's `rows` [tokens of all images, ...] at the places of `images`."""
+    device = stream.device
+    return stream.index_put((images.places.to(device),), rows[images.rows.to(device)].to(stream.dtype))

@@ -31,8 +31,8 @@ def _device() -> Any:
     return torch.cuda.current_device()
 
 
-def _norm_weight(config: Any, size: int) -> torch.nn.Parameter:
-    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=_device()))
+def _norm_weight(config: Any, size: int, value: float = 1.0) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.full((size,), value, dtype=config.params_dtype, device=_device()))
     weight.sequence_parallel = config.sequence_parallel  # finalize_model_grads sums its gradient over TP
     return weight
 
@@ -55,17 +55,23 @@ class Norm(torch.nn.Module):
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
-    """RMSNorm fused with the following column-parallel linear: one module with both weights."""
+    """RMSNorm, or LayerNorm in vision towers, fused with the following column-parallel linear: one module with all weights."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = _norm_weight(config, input_size)
         self.eps = config.layernorm_epsilon
         self.zero_centered = config.layernorm_zero_centered_gamma
+        if config.normalization == "LayerNorm":
+            self.layer_norm_bias = _norm_weight(config, input_size, value=0.0)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         weight = self.layer_norm_weight + 1 if self.zero_centered else self.layer_norm_weight
-        return super().forward(rms_norm(x, weight, self.eps), *args, **kwargs)
+        if hasattr(self, "layer_norm_bias"):
+            normed = F.layer_norm(x, weight.shape, weight, self.layer_norm_bias, self.eps)
+        else:
+            normed = rms_norm(x, weight, self.eps)
+        return super().forward(normed, *args, **kwargs)
 
 
 class Linear(torch.nn.Module):

@@ -8,7 +8,8 @@ from megarl.algorithms.catalogue import LOSSES
 from megarl.algorithms.objective import needs_reference, needs_teacher
 from megarl.errors import RecipeError
 from megarl.preflight.recipe.shared import unused_section_errors
-from megarl.recipe.schema import Recipe, TeacherConfig
+from megarl.recipe.judge import TeacherConfig
+from megarl.recipe.schema import Recipe
 
 
 def teacher_errors(recipe: Recipe) -> Iterator[RecipeError]:

@@ -35,6 +35,7 @@ from megarl.recipe.observe import Event
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.fleet.changing import ChangingFleet
 from megarl.rollout.fleet.states import MOST_STARTS, Member
+from megarl.rollout.fleet.step_watch import StepWatch
 from megarl.types import Metrics
 from megarl.weight_sync.session import WeightSyncError
 
@@ -59,14 +60,16 @@ class Fleet(ChangingFleet):
         notice: Callable[[str, Event | None], None],
         end: Callable[[int], None],
         load_limit: float = math.inf,
+        step_limit: float = 0.0,
     ) -> None:
         """descriptions: results of the engines' `start`. min_engines: `rollout.min_engines`. restart: kills an engine's
         process if it still runs, and starts a new one behind its handle; it appends the handle of an additional engine to `engines`.
         notice: receives messages for the user, with their event. end: ends the process of an engine that leaves, and frees its
-        devices. load_limit: seconds after which a new process that has not loaded counts as dead."""
+        devices. load_limit: seconds after which a new process that has not loaded counts as dead. step_limit: see `StepWatch`."""
         super().__init__(engines, descriptions, min_engines, notice, end)
         self._restart = restart
         self._load_limit, self._load_began = load_limit, dict[int, float]()
+        self._steps = StepWatch(step_limit, load_limit)
         self._loading: dict[int, Future[dict[str, Any]]] = {}
         self._no_machine_until: dict[int, float] = {}  # by engine: time of the next attempt to start it
         self._last_death: Failure | None = None
@@ -153,6 +156,7 @@ class Fleet(ChangingFleet):
         Raises TooFewEngines if fewer than `rollout.min_engines` are left.
         """
         self._find_deaths()
+        self._find_hangs()
         with self.lock:
             self._read_loads()
             self._keeps_enough()  # before dead engines leave in place of live ones
@@ -325,6 +329,16 @@ class Fleet(ChangingFleet):
             for engine, failure in enumerate(failures):
                 if failure is not None and not self._states.is_dead(engine):
                     self._die(engine, failure)
+
+    def _find_hangs(self) -> None:
+        """Let engines that hang count as dead; their restart ends their processes."""
+        with self.lock:
+            members = self._states.members
+        hung = self._steps.look(members, lambda engine: self.engines[engine].running_step())
+        with self.lock:
+            for member, cause in hung.items():
+                if member in self._states.members:
+                    self._die(member[0], Failure.death(ProcessInfo(f"service {engine_name(member[0])}"), cause))
 
     def _find_failed(self, members: Sequence[Member]) -> bool:
         """Return whether one of `members` has died, or failed in its part of the update, which counts as a death."""

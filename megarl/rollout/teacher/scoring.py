@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from megarl.batching.packing import split_evenly
 from megarl.cluster.calls import wait_for_all
-from megarl.recipe.schema import TeacherConfig
+from megarl.recipe.judge import TeacherConfig
 from megarl.rollout.engine_handle import TeacherHandle
 from megarl.types import Group
 

@@ -292,7 +292,7 @@ class TestCommand:
         text = page.read_text()
         assert "<script>alert" not in text and "&lt;script&gt;alert" in text
         assert "outside the rules" in text and "default-src 'none'" in text
-        payload = json.loads(text.split('id="payload"', 1)[1].split(">", 1)[1].split("</script>", 1)[0])
+        payload = json.loads(text.split('id="data"', 1)[1].split(">", 1)[1].split("</script>", 1)[0])
         assert [chart["title"] for chart in payload["charts"]] == ["Reward", "Absolute error", "Throughput"]
         assert payload["series"]["Absolute error running mean"]["y"] == [0.05] * 5
 

@@ -49,7 +49,13 @@ def test_published_models(tmp_path: Path) -> None:
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
         (directory / "config.json").write_text(json.dumps(published.read(name)))
-        engine_spec = spec(directory, tensor_parallel=tensor, data_parallel=data, expert_parallel=experts)
+        engine_spec = spec(
+            directory,
+            tensor_parallel=tensor,
+            data_parallel=data,
+            expert_parallel=experts,
+            return_routed_experts=experts,
+        )
         questions.append(engine_request("vllm", directory, engine_spec))
     answers = count_ranks(questions, ENGINES)
     assert [answer.get("error") for answer in answers] == [None] * len(questions)

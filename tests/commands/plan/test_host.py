@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.commands.plan.count.devices import Occupants
+from megarl.commands.plan.count.devices import Occupants, whole_expert_bytes
 from megarl.commands.plan.count.host import host_copies, host_refusals, hosts_of
 from megarl.commands.plan.count.types import EngineRank, HostUse, PipelineStage, RankMemory
 from megarl.commands.plan.show.console import host_table
+from megarl.hf import published
 from megarl.platform.adaptor import asleep, pinned
 from megarl.platform.device_table import device_named
 from megarl.recipe.schema import Recipe
@@ -228,3 +229,19 @@ def test_a_table_of_hosts_is_never_clipped(width: int) -> None:
     words = {word for line in printed(hosts, 2048.0, width) for word in line}
     assert {*names, "1,020.0", "8,160.0", "2,048", "6,112.0"} <= words
     assert not any("…" in word for word in words)
+
+
+def test_each_engine_rank_of_gpt_oss_collects_all_experts() -> None:
+    """38 GB on each of 8 ranks, and 230 GB for gpt-oss-120b, on top of everything else."""
+    small, large = (whole_expert_bytes("bfloat16", published.read(f"gpt-oss-{size}")) for size in ("20b", "120b"))
+    of_expert = 3 * 2880 * 2880 + 3 * 2880  # gate, up and down projection with their biases
+    assert (small, large) == (2 * 24 * 32 * of_expert, 2 * 36 * 128 * of_expert)
+    assert whole_expert_bytes("bfloat16", published.read("Qwen3.5-35B-A3B")) == 0
+    settings = recipe(weight_sync__route="sharded")
+    occupants = Occupants(settings, [stage(0)], {"rollout": ENGINE}, {}, GIB, False, small)
+    hosts = hosts_of(occupants, DEVICE)
+    assert [host.parts.get("whole experts") for host in hosts] == [4 * small, None]  # engines fill the first machine
+    (refusal,) = host_refusals(hosts, 100.0)
+    assert refusal.key == "cluster.placement" and "whole experts" in refusal.problem
+    full = replace(occupants, recipe=recipe(weight_sync__route="full"))
+    assert all("whole experts" not in host.parts for host in hosts_of(full, DEVICE))

@@ -26,7 +26,7 @@ from megarl.commands.plan.show.page import render, verdict
 from megarl.commands.plan.show.units import GIB, Unit
 from megarl.commands.plan.time.spread import Ratios, spreads
 from megarl.engines.routes import WeightRoute
-from megarl.observe.report.page import write_html
+from megarl.observe.html import write_html
 from tests.support import plans
 from tests.support.html_page import MARKUP, Page, assert_self_contained
 

@@ -8,6 +8,7 @@ import json
 import os
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file
 from docs.generate.supported_recipes import Row, rows
 from megarl import load_recipe
 from megarl.algorithms.advantages import uses_critic
+from megarl.commands.data import tiny_weights
 from megarl.commands.data.tiny_weights import write_weights
 from megarl.commands.rehearse import command
 from megarl.commands.rehearse.changes import Changes, settings_of
@@ -30,6 +32,7 @@ from megarl.errors import InputError, RecipeError
 from megarl.hf import published
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.families import FAMILIES
+from megarl.hf.families.sizes import head_size
 from megarl.megatron.layout import check_layout
 from megarl.preflight.survey import prepare_training
 from megarl.recipe.trainers import MegatronConfig
@@ -101,8 +104,8 @@ def test_tiny_copies_keep_uneven_stages() -> None:
 @pytest.mark.parametrize("name", published.names())
 def test_a_tiny_copy_keeps_the_models_structure(name: str) -> None:
     """Kept: the ratio of heads, dense layers before experts, tied weights, scaling of positions, choice of experts."""
-    config, changes = published.read(name), Changes()
-    small = shrink_model(config, 2, changes)
+    small = text_fields(shrink_model(published.read(name), 2, Changes()))
+    config = text_fields(published.read(name))
     for field in ("model_type", "tie_word_embeddings", "rope_theta", "n_shared_experts", "num_nextn_predict_layers"):
         assert small.get(field) == config.get(field)
     assert config["num_attention_heads"] // config["num_key_value_heads"] == (
@@ -111,7 +114,7 @@ def test_a_tiny_copy_keeps_the_models_structure(name: str) -> None:
     scaling, tiny = config.get("rope_scaling") or {}, small.get("rope_scaling") or {}
     assert scaling.get("type") == tiny.get("type") and scaling.get("factor") == tiny.get("factor")
     if sections := scaling.get("mrope_section"):
-        head = small["hidden_size"] // small["num_attention_heads"]
+        head = head_size(small)
         assert sum(tiny["mrope_section"]) == head // 2 and len(tiny["mrope_section"]) == len(sections)
     assert (number_of_experts(small) > 0) == (number_of_experts(config) > 0)
     if config.get("first_k_dense_replace"):
@@ -183,6 +186,23 @@ def test_a_vision_config_written_by_transformers_5_is_shrunk(tmp_path: Path) -> 
     read = transformers.Qwen2_5_VLConfig.from_dict(small).get_text_config()
     read.validate()
     assert (read.num_hidden_layers, read.rope_parameters["mrope_section"]) == (2, [4, 6, 6])
+
+
+@pytest.mark.parametrize("name", ["Qwen3-VL-8B-Instruct", "Qwen3-VL-30B-A3B-Instruct"])
+def test_tensors_of_deepstack_towers_are_the_published_ones(name: str) -> None:
+    """Names and shapes follow from config.json for the whole model, and for the tiny one, which transformers reads."""
+    import transformers
+
+    config = published.read(name)
+    shapes = dict(tiny_weights.shapes(config))
+    assert (
+        sum(map(prod, shapes.values()))
+        == {"qwen3_vl": 8_767_123_696, "qwen3_vl_moe": 31_070_754_032}[config["model_type"]]
+    )
+    small = shrink_model(config, 2, Changes())
+    model = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(**small))
+    held = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if ".experts." not in name}
+    assert held == {name: shape for name, shape in tiny_weights.shapes(small) if ".experts." not in name}
 
 
 def test_rows_have_the_columns_of_the_file_if_it_exists(tmp_path: Path) -> None:
@@ -266,6 +286,17 @@ def test_small_settings_are_not_enlarged() -> None:
     shrink_settings(recipe, None, changes)
     ends = ("prompts_per_step", "limit", "max_prompt_length", "max_response_length", "max_tokens_per_micro_batch")
     assert not [change for change in changes.items if change.key.endswith(ends)]
+
+
+@pytest.mark.parametrize(("override", "replay"), [("computed", "old_log_probs"), ("rollout", "none")])
+def test_a_tiny_copy_replays_experts_that_a_cpu_engine_returns(override: str, replay: str, tmp_path: Path) -> None:
+    """vLLM on a CPU returns no expert choices, so the copy of a recipe that replays the engine's would be refused."""
+    path = ROOT / "recipes" / "cuda" / "gspo_moonlight_16b.yaml"
+    tiny = make_tiny_copy(path, [f"algorithm.old_log_probs={override}"], tmp_path)
+    assert tiny.recipe.megatron.routing_replay == replay
+    (change,) = [change for change in tiny.changes if change.key == "megatron.routing_replay"]
+    assert (change.before, change.after) == ("rollout", replay)
+    prepare_training(tiny.recipe)
 
 
 def test_profiled_steps_ranks_and_mini_batches_fit_the_tiny_copy(tmp_path: Path) -> None:

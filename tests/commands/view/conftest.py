@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from megarl.commands.view.server import make_app
-from megarl.commands.view.viewed_run import ViewedRun, labels
+from megarl.observe.page.viewed_run import ViewedRun, labels
 
 TOKEN = "the-token"
 Open = Callable[..., TestClient]

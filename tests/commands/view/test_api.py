@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from megarl.commands.view.sample_pages import PAGE_BYTES
 from megarl.observe.json_lines import json_line
+from megarl.observe.page.sample_pages import PAGE_BYTES
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import sample_path
 from tests.commands.view.conftest import Open

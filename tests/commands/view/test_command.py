@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from megarl.commands.view.command import PORT, listen, start_text, view
-from megarl.commands.view.viewed_run import ViewedRun
 from megarl.errors import InputError
+from megarl.observe.page.viewed_run import ViewedRun
 from tests.support.viewed_runs import make_run
 
 ROOT = Path(__file__).parents[3]

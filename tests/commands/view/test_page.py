@@ -1,4 +1,4 @@
-"""The page in headless Chromium: every tab, phone and desktop, light and dark, following, hostile texts, 100,000 samples."""
+"""The page and report.html in headless Chromium: every tab, phone and desktop, light and dark, following, hostile texts, 100,000 samples."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megarl.observe.html import script_json
 from megarl.observe.log import RunLog
+from megarl.observe.page.bundle import bundled
+from megarl.observe.page.report import report_data, write_report
+from tests.commands.view.conftest import Open
+from tests.support.agent_run import make_agent_run
 from tests.support.chromium import Chromium, chromium_path
 from tests.support.html_page import MARKUP
 from tests.support.viewed_runs import add_step, make_large_run, make_run
@@ -24,12 +30,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 ROOT = Path(__file__).parents[3]
-TABS = ("overview", "curves", "time", "samples", "system", "notices", "recipe")
+TABS = ("overview", "curves", "time", "samples", "sources", "system", "notices", "recipe")
 READY = {
     "overview": "document.querySelectorAll('.figure').length > 3",
     "curves": "[...document.querySelectorAll('.chart .legend')].some((legend) => legend.textContent)",
     "time": "document.querySelectorAll('.waits tbody tr').length > 2",
     "samples": "document.querySelector('.sample')",
+    "sources": "document.querySelector('.note')?.textContent",
     "system": "document.querySelector('.chart')",
     "notices": "document.querySelector('.notices li')",
     "recipe": "document.querySelectorAll('.settings tbody tr').length",
@@ -149,3 +156,118 @@ def test_it_opens_and_follows_quickly(browser: Chromium, address: str, live: Run
     live.notice("a new notice for the page")
     browser.wait_for("document.querySelector('.notices').textContent.includes('a new notice for the page')", 20)
     assert browser.errors == []
+
+
+# ---- report.html: the same page with its data inside
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of the report of a run with several sources, tools and hostile texts."""
+    folder = tmp_path_factory.mktemp("report")
+    make_agent_run(folder, ["openai/gsm8k", MARKUP], MARKUP)
+    return write_report(folder).as_uri()
+
+
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 900)], ids=["phone", "desktop"])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_every_tab_of_a_report(browser: Chromium, report: str, width: int, height: int, dark: bool) -> None:
+    browser.set_screen(width, height, dark=dark)
+    ready = READY | {
+        "overview": "document.querySelector('.figure')",
+        "notices": "document.querySelector('.note')?.textContent",
+        "time": "document.querySelector('.waits')?.textContent",
+        "sources": "document.querySelectorAll('table.sources').length == 3",
+    }
+    for tab in TABS:
+        browser.open("about:blank")
+        browser.open(f"{report}#{tab}")
+        browser.wait_for(ready[tab])
+        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{tab} is wider than the screen"
+        assert browser.evaluate("document.querySelectorAll('#page img, #page script').length") == 0, tab
+        ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", ground))) < 300) == dark
+    assert browser.evaluate("document.getElementById('follow').parentElement.hidden"), "a report follows nothing"
+    assert browser.errors == []
+
+
+def test_a_sample_of_a_report(browser: Chromium, report: str) -> None:
+    browser.set_screen(1280, 900)
+    browser.open("about:blank")
+    browser.open(f"{report}#samples?tools=failed")
+    browser.wait_for("document.querySelector('.call.failed')")
+    assert "timed out" in browser.evaluate("document.querySelector('.call.failed summary').textContent")
+    assert MARKUP in browser.evaluate("document.querySelector('.sample-detail').textContent")
+    assert "samples/ has all." in browser.evaluate("document.querySelector('.note').textContent")
+    assert browser.errors == []
+
+
+QUESTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("runs/0/curves", {"name": ["actor/entropy", "eval/pass@1", "missing"], "smoothing": 0.9}),
+    ("runs/0/curves", {"name": ["actor/entropy"], "x": "hours"}),
+    *(
+        ("runs/0/samples", {"step": 12, **conditions})
+        for conditions in (
+            {},
+            {"least": 0.5},
+            {"most": 0.5, "spread": "some"},
+            {"spread": "none"},
+            {"source": "pears", "finish": "length"},
+            {"tools": "called"},
+            {"tools": "failed", "step": 7},
+            {"staleness": 1, "text": "HAS 3 +"},
+            {"text": "calculator"},
+            {"text": "no sample has this"},
+        )
+    ),
+    ("runs/0/sample", {"step": 3, "offset": 0}),
+    *(
+        (path, {})
+        for path in ("charts", "recipes", "runs/0/overview", "runs/0/phases", "runs/0/sources", "runs/0/notices")
+    ),
+]
+
+
+def test_a_report_answers_as_the_server_does(browser: Chromium, tmp_path: Path, open_page: Open) -> None:
+    """frozen.js filters samples, smooths curves and so on by its own code: it must agree with the server's."""
+    make_run(tmp_path / "view", 12)
+    data = report_data(tmp_path / "view")
+    script = bundled("frozen.js") + 'globalThis.get = modules["frozen.js"].get;'
+    page = (
+        f'<script type="application/json" id="data">{script_json(data)}</script><script type="module">{script}</script>'
+    )
+    (tmp_path / "page.html").write_text(page)
+    browser.open((tmp_path / "page.html").as_uri())
+    browser.wait_for("globalThis.get")
+    server = open_page(tmp_path / "view")
+    for path, parameters in QUESTIONS:
+        expected = server.get(f"/api/{path}", params=parameters).json()
+        answer = browser.evaluate(f"get({json.dumps(path)}, {json.dumps(parameters)})")
+        assert plain(path, answer) == plain(path, expected), (path, parameters)
+
+
+def plain(path: str, answer: Any) -> list[str]:
+    """Return an answer as a list of places and values of four digits, without what a report has more or less than the server."""
+    if path == "runs/0/samples":
+        answer = [
+            [group["group"], group["rewards"], [{**sample, "record": 0} for sample in group["samples"]]]
+            for group in answer["groups"]
+        ]
+    elif path == "runs/0/sample":
+        answer = {name: answer[name] for name in ("prompt", "response", "reward")} | {
+            "tokens": answer["token_values"]["tokens"]
+        }
+    elif path == "charts":
+        answer = {name: answer[name] for name in ("charts", "names", "resumes")}
+    return list(leaves(answer, ""))
+
+
+def leaves(value: Any, place: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name in sorted(value, key=str):
+            yield from leaves(value[name], f"{place}.{name}") if name != "record" else ()
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from leaves(item, f"{place}.{number}")
+    else:
+        yield f"{place}: {f'{value:.4g}' if isinstance(value, float) else value}"

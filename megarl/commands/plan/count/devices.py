@@ -20,6 +20,7 @@ from megarl.commands.plan.count.types import DeviceUses, EngineRank, PipelineSta
 from megarl.commands.plan.count.workload import is_time_shared, trainers_offload
 from megarl.commands.plan.show.units import GIB, Unit
 from megarl.hf.config import text_fields
+from megarl.hf.shape import whole_experts
 from megarl.platform.adaptor import swapped_parts
 from megarl.platform.kinds import is_accelerator
 from megarl.recipe.derived.critic_view import critic_view
@@ -40,7 +41,16 @@ def swaps_of(recipe: Recipe) -> dict[str, int | None]:
 def largest_tensor(dtype: str, model: dict[str, Any]) -> int:
     """Return the bytes of the embedding: no tensor of a checkpoint is larger."""
     text = text_fields(model)
-    return int(text["vocab_size"] * text["hidden_size"] * (4 if dtype == "float32" else 2))
+    return int(text["vocab_size"] * text["hidden_size"] * _element_size(dtype))
+
+
+def whole_expert_bytes(dtype: str, model: dict[str, Any]) -> int:
+    """Return the bytes of the experts that each engine rank collects whole during a sharded update; 0 for most models."""
+    return whole_experts(model) * _element_size(dtype)
+
+
+def _element_size(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
 
 
 def weight_sync_buffers(recipe: Recipe, largest: int) -> int:
@@ -77,6 +87,7 @@ class Occupants:
     swaps: Mapping[str, int | None]
     largest: int  # bytes of the model's largest tensor
     keeps_weights: bool  # sleeping engines of this kind of device copy their weights to the host
+    whole_experts: int = 0  # bytes that each engine rank collects on the host during a sharded update
 
 
 @dataclass(frozen=True)

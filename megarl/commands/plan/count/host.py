@@ -30,14 +30,15 @@ from megarl.recipe.schema import ClusterConfig, Recipe
 from megarl.weight_sync.session import HOST_MEMORY_TRANSPORTS, SHARDED_SLOTS
 
 OFFLOADED, SWAPPED, REFERENCE = "offloaded", "swapped", "reference"
-STAGED = "next weights"
+STAGED, EXPERTS = "next weights", "whole experts"
 ASLEEP, SHARED_MEMORY, PROCESSES, SAMPLES = "asleep", "/dev/shm", "processes", "samples"
 CHECKPOINT, OPTIMIZER, CRITIC_OPTIMIZER = "checkpoint", "optimizer", "critic's optimizer"
 LEGEND = (
     "Host memory: offloaded (weights and optimizer states of trainers that leave their devices), swapped (optimizer states "
     "of swap_optimizer), reference (weights of the reference policy) and asleep (weights of sleeping engines) are "
     "page-locked, and page-locked memory comes in powers of two; optimizer (states and gradients of optimizer_cpu_offload); "
-    "next weights (weights that wait for an engine's requests to finish, rollout.at_update=finish); "
+    "next weights (weights that wait for an engine's requests to finish, rollout.at_update=finish); whole experts (that each "
+    "engine rank collects in an update, since vLLM's loader of the model needs whole tensors); "
     "/dev/shm (buckets of the weight sync); processes (assumed: device.process_memory each); samples of two steps; checkpoint (copies of what trainers "
     "write, if training continues meanwhile or actor and critic time-share devices)."
 )
@@ -57,6 +58,11 @@ _REMEDIES = {
         "raise it, so that a machine has fewer copies of the model, or set cluster.placement=disaggregated",
     ),
     STAGED: ("rollout.at_update", "set drain, or refresh or keep where requests can continue, or use more machines"),
+    EXPERTS: (
+        "cluster.placement",
+        "each engine rank collects the experts of all layers in an update: set disaggregated, so that the machines of engines "
+        "hold no trainers, or use machines with fewer devices",
+    ),
     SHARED_MEMORY: ("weight_sync.bucket_mb", "lower it"),
     SAMPLES: ("data.prompts_per_step", "lower it"),
     PROCESSES: ("cluster.trainers", "use fewer devices of each machine"),
@@ -196,6 +202,8 @@ def _engine(occupants: Occupants, sharing: TimeSharing) -> dict[str, int]:
         parts[ASLEEP] = rank.asleep
     if rank is not None and update_rule(recipe) == "finish" and is_sharded(recipe):
         parts[STAGED] = rank.weights - rank.tables
+    if occupants.whole_experts and is_sharded(recipe):
+        parts[EXPERTS] = occupants.whole_experts
     if is_sharded(recipe) and recipe.weight_sync.transport in HOST_MEMORY_TRANSPORTS:  # ranks that relay buckets
         parts[SHARED_MEMORY] = SHARDED_SLOTS * recipe.weight_sync.bucket_mb * 2**20
     return parts

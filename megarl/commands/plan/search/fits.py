@@ -9,7 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.plan.count.devices import ROLLOUT, Occupants, largest_tensor, places, swaps_of
+from megarl.commands.plan.count.devices import (
+    ROLLOUT,
+    Occupants,
+    largest_tensor,
+    places,
+    swaps_of,
+    whole_expert_bytes,
+)
 from megarl.commands.plan.count.engines import min_engine_bytes, not_counted, policy_engines, rank_of, too_small
 from megarl.commands.plan.count.host import host_refusals, hosts_of, keeps_weights
 from megarl.commands.plan.count.libraries import Libraries, counted_libraries
@@ -171,6 +178,7 @@ class FitChecker:
             swaps_of(original),
             largest_tensor(original.model.dtype, self._subject.model),
             keeps_weights(original.cluster, self._subject.device),
+            whole_expert_bytes(original.model.dtype, self._subject.model),
         )
 
     def _check_hosts(self, occupants: Occupants, counted: list[PipelineStage], critic: list[PipelineStage]) -> None:

@@ -13,7 +13,7 @@ from megarl.commands.plan.show.tables import head_and_rows, transposed
 from megarl.commands.plan.show.units import GIB, Unit, sized
 from megarl.errors import pluralize
 from megarl.observe.console import clock, short
-from megarl.observe.report.page import page
+from megarl.observe.html import page
 
 
 def render(plan: RecipePlan) -> str:

@@ -20,7 +20,7 @@ from megarl.commands.simulate.show.console import (
 )
 from megarl.commands.simulate.study import SimulatedRun, Study
 from megarl.observe.console import short_seconds
-from megarl.observe.report.page import page
+from megarl.observe.html import page
 
 WIDTH, HEIGHT = 720, 320  # of the plot of a chart, in pixels
 _ROOM = 1.08  # of an axis, relative to the largest value
