@@ -223,9 +223,7 @@ class RolloutServer:
 
     def _check_one_turn(self) -> None:
         if self.agents is not None:
-            raise EngineRefused(
-                "samples of agent loops cannot be continued: the state of their tools or interaction is not known"
-            )
+            raise EngineRefused("samples of agent loops cannot be continued: the state of tools and users is not known")
 
     async def _with_images(self, request: GenerationRequest) -> tuple[GenerationRequest, SampleFailure | None]:
         """Add the prepared images of the prompt to `request`; returns the failure if an image is damaged.
