@@ -21,7 +21,10 @@ def load(tmp_path: Path, text: str) -> object:
 @pytest.mark.parametrize(
     ("text", "key", "words"),
     [
-        ("agent: {max_turns: 3}", "agent", "no tool is named, so this section has no effect"),
+        ("agent: {max_turns: 3}", "agent", "no tool and no interaction is named, so this section has no effect"),
+        ("agent: {interaction: a, format: hermes}", "agent.format", "the policy calls no tool"),
+        ("agent: {interaction: a, max_calls_per_turn: 2}", "agent.max_calls_per_turn", "the policy calls no tool"),
+        ("agent: {interaction: a}\ndata: {chat_template: false}", "data.chat_template", "messages of tools and users"),
         ("agent: {tools: [a, a]}", "agent.tools", "listed more than once: a"),
         ("agent: {tools: [a]}\ndata: {chat_template: false}", "data.chat_template", "need a chat template"),
         ("agent: {tools: [a]}\nrollout: {ignore_eos: true}", "rollout.ignore_eos", "end the policy's turns"),

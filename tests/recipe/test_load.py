@@ -220,7 +220,7 @@ def test_a_boolean_is_not_a_number(folder: Path) -> None:
     [
         ("rollout.seeded=maybe", "auto, true, false"),
         ("weight_sync.route=x", "full, sharded, auto"),
-        ("agent.format=x", "hermes, deepseek"),
+        ("agent.format=x", "hermes, deepseek, gpt_oss"),
     ],
 )
 def test_errors_spell_choices_as_in_a_recipe(folder: Path, override: str, choices: str) -> None:

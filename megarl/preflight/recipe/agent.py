@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megarl.errors import RecipeError, errors_of
 from megarl.preflight.recipe.shared import unused_section_errors
-from megarl.recipe.agent import McpServer
+from megarl.recipe.agent import AgentConfig, McpServer
 from megarl.recipe.schema import Recipe
 from megarl.recipe.urls import check_headers, check_url
 
@@ -22,6 +22,11 @@ def agent_errors(recipe: Recipe) -> Iterator[ValueError]:
         remedy = "leave the section out: demonstrations name tools in their column `tools`"
         yield RecipeError("agent", problem, remedy)
         return
+    for name in ("format", "max_calls_per_turn"):
+        value = getattr(agent, name)
+        if not agent.uses_tools and value != getattr(AgentConfig(), name):
+            problem = "the policy calls no tool: agent.tools and agent.mcp are empty"
+            yield RecipeError(f"agent.{name}", problem, "leave it out", value=value)
     if not recipe.data.applies_template:
         problem = "the messages of tools and users need a chat template"
         yield RecipeError("data.chat_template", problem, "set it to true", value=False)
