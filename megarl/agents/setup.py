@@ -142,9 +142,7 @@ def check_tools(setup: AgentSetup, tokenizer: Tokenizer) -> list[dict[str, Any]]
             )
         tools[tool.name] = (origin, tool)
     for tool in (tool for _, tool in tools.values() if tool.is_interaction):
-        raise RecipeError(
-            "agent.tools", f"{tool.title} is no tool that the policy calls", "name it in agent.interaction"
-        )
+        raise RecipeError("agent.tools", f"the policy cannot call {tool.title}", "name it in agent.interaction")
     everything = [tool for _, tool in tools.values()]
     Toolbox(everything, {}, agent.tool_timeout, agent.retries)
     AnswerTokens(tokenizer, setup.template_args, agent.max_answer_tokens)

@@ -83,7 +83,7 @@ class TeacherConfig:
     )
     by_source: dict[str, SourceTeacher] = key(
         {},
-        "Several teachers, by the `data_source` of the row whose samples they score: `path` and `engines` of each, instead of `path` and `engines` of this section. They share its other settings.",
+        "Several teachers, each for the rows with one `data_source`: their `path` and `engines`, instead of `teacher.path` and `teacher.engines`. They share its other settings.",
     )
     engine: str = key("vllm", "Engine, as `rollout.engine`.")
     engines: int = key(1, "Number of engines. Each is a replica of the teacher.", at_least=1, at_most=MOST_PROCESSES)

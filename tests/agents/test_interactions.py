@@ -101,13 +101,13 @@ def said(done: Trajectory) -> list[tuple[str, str]]:
 def test_a_conversation_hand_worked() -> None:
     """The user's messages are in the context and not in the loss; the reply that ends the conversation is not appended."""
     Patient.ended.clear()
-    done, script, user = play(["What is it?", "A flu"])
+    done, script, user = play(["Where?", "A flu"])
     first, second = script.turn(0), script.turn(1)
     between = qwen3().encode("\n<|im_start|>user\nI cough<|im_end|>\n<|im_start|>assistant\n")
     assert done.tokens.tolist() == [*first.tokens, *between, *second.tokens]
     assert done.sampled.tolist() == [True] * len(first.tokens) + [False] * len(between) + [True] * len(second.tokens)
     assert said(done) == [
-        ("assistant", "What is it?"), ("user", "I cough"), ("assistant", "A flu"), ("user", "Thank you")
+        ("assistant", "Where?"), ("user", "I cough"), ("assistant", "A flu"), ("user", "Thank you")
     ]  # fmt: skip
     assert [turn.tokens for turn in done.turns] == [len(first.tokens), len(between), len(second.tokens), 0]
     assert (done.finish_reason, done.ends) == ("stop", (len(first.tokens), len(done.tokens)))
@@ -209,7 +209,7 @@ def test_templates_without_several_turns_are_refused(template: str, words: str) 
 
 
 def test_tools_and_interactions_are_not_exchangeable() -> None:
-    with pytest.raises(RecipeError, match="interaction 'Patient' is no tool that the policy calls"):
+    with pytest.raises(RecipeError, match="the policy cannot call interaction 'Patient'"):
         check_tools(AgentSetup(AgentConfig(tools=[PATIENT]), {}, {}), qwen3())
     with pytest.raises(RecipeError, match=r"is a tool: name it in agent\.tools"):
         check_tools(AgentSetup(AgentConfig(interaction="code_interpreter"), {}, {}), qwen3())

@@ -99,7 +99,7 @@ def test_the_example_of_an_interaction(tmp_path: Path, monkeypatch: pytest.Monke
     context = Context("row", "flu", {"symptoms": ["I cough", "I am hot"]})
 
     async def replies() -> list[Any]:
-        said = ["What is it?", "A cold?", "Then it is a flu"]
+        said = ["Where?", "A cold?", "Then it is a flu"]
         requests = [ToolRequest({"messages": [{"role": "assistant", "content": text}]}, context) for text in said]
         return [await state.run(request) for request in requests]
 

@@ -1,4 +1,4 @@
-"""verl's tools and interactions: the file, the limits of turns, and what is refused."""
+"""verl's tools and interactions: the file, the limits of turns, and refusals."""
 
 from __future__ import annotations
 

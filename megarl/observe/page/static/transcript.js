@@ -44,6 +44,7 @@ function conversation(turns) {
   let replies = 0;
   return turns.map((turn) => {
     if (turn.role === "tool") return toolTurn(turn);
+    if (turn.role === "user") return userTurn(turn);
     if (turn.role === "left out") return h("p", { class: "note" }, turn.text);
     replies += 1;
     const parts = String(turn.text ?? "").split(WRITTEN_CALL).filter((text) => text.trim());
@@ -52,6 +53,13 @@ function conversation(turns) {
       parts.map((text) => (WRITTEN_CALL.test(text) ? h("details", { class: "written" }, h("summary", {}, "source text of the call"), h("pre", {}, text)) : h("pre", {}, text.trim()))),
       parts.length ? null : h("p", { class: "empty" }, "Empty turn."));
   });
+}
+
+// An interaction's reply, in the user's place; its reward is of the turn before it.
+function userTurn(turn) {
+  return h("div", { class: "turn" },
+    h("h4", {}, `User${turn.tokens ? ` · ${plural(turn.tokens, "token")}` : " · ends the conversation"}${turn.reward ? ` · reward ${number(turn.reward)}` : ""}`),
+    h("pre", {}, String(turn.text ?? "")));
 }
 
 // A tool's turn, folded: its first line has the call, its duration and its failure.
