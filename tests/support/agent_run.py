@@ -42,6 +42,7 @@ def turns(text: str) -> tuple[Turn, ...]:
             30.0,
         ),
         Turn("assistant", "The answer is \\boxed{42}.", tokens=12),
+        Turn("user", f"Thank you. {text}", reward=0.5),
     )
 
 

@@ -198,6 +198,8 @@ def test_a_sample_of_a_report(browser: Chromium, report: str) -> None:
     browser.wait_for("document.querySelector('.call.failed')")
     assert "timed out" in browser.evaluate("document.querySelector('.call.failed summary').textContent")
     assert MARKUP in browser.evaluate("document.querySelector('.sample-detail').textContent")
+    titles = browser.evaluate("[...document.querySelectorAll('.turn h4')].map((title) => title.textContent)")
+    assert titles[-2:] == ["Turn 3 · 12 tokens", "User · ends the conversation · reward 0.5"]
     assert "samples/ has all." in browser.evaluate("document.querySelector('.note').textContent")
     assert browser.errors == []
 

@@ -36,7 +36,7 @@ def test_a_record_omits_default_values() -> None:
     assert record["reason"] == "the last box holds nothing x"
     assert record["tool_use"] == {"turns": 3, "calls": 2, "failures": 1, "timeouts": 1, "seconds": 30.127}
     assert (record["row"], record["group"], record["index"]) == ("openai/gsm8k/7", 7, 0)
-    first, answered, _, failed, _ = record["turns"]
+    first, answered, _, failed, _, user = record["turns"]
     assert set(first) == {"role", "text", "tokens"}
     assert answered == {
         "role": "tool",
@@ -47,6 +47,7 @@ def test_a_record_omits_default_values() -> None:
         "seconds": 0.127,
         "reward": 0.25,
     }
+    assert user == {"role": "user", "text": "Thank you. x", "reward": 0.5}
     assert (failed["failure"], failed["seconds"]) == ("timeout", 30.0)
     plain = Sample(0, 0, InlineData([SampleTokens(np.zeros(3), np.zeros(3), np.zeros(3), "so")]), 1, 2, 2)
     (record,) = sample_records([Group(0, "row", "mine", [plain])], 1, 1, Words("why"))  # type: ignore[arg-type]
@@ -57,7 +58,7 @@ def test_turns_become_the_response_of_the_page(tmp_path: Path) -> None:
     make_agent_run(tmp_path, ["openai/gsm8k"])
     data = json.loads(Page(write_report(tmp_path)).scripts[0])
     looped, *_, plain = [sample["record"] for sample in data["samples"][0]["samples"]]
-    assert [turn["role"] for turn in looped["turns"]] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    assert [turn["role"] for turn in looped["turns"]] == ["assistant", "tool", "assistant", "tool", "assistant", "user"]
     assert looped["turns"][3]["arguments"] == [["query", ""], ["limit", "3"]]
     assert "response" not in looped, "it is in its turns already"
     assert looped["reason"].startswith("the last box holds") and len(plain["turns"]) == 1
