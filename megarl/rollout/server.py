@@ -1,7 +1,6 @@
 """Rollout process: an engine, and the scorers of its samples.
 
-The controller submits requests and collects scored groups. It receives a group's control data (lengths, rewards); the
-token vectors are returned separately, for the trainers.
+The controller submits requests and collects scored groups: control data (lengths, rewards), and apart token vectors for trainers.
 """
 
 from __future__ import annotations

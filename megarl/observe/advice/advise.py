@@ -13,7 +13,7 @@ from megarl.observe.advice.rule import RULES, Rule
 _ORDER = [module.__name__ for module in (liveness, updates, learning, speed)]
 
 Advice = dict[str, Any]
-"""A finding as in summary.json: ``rule``, ``kind`` and the fields of `Finding`."""
+"""A finding as in summary.json: ``rule``, ``kind`` and the fields of `RuleFinding`."""
 
 
 def rules() -> list[Rule]:

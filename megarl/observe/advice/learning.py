@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.observe.advice.facts import Curve, Facts
-from megarl.observe.advice.rule import Finding, rule
+from megarl.observe.advice.rule import RuleFinding, rule
 
 _EQUAL, _MISSING, _LEAST_GROUPS = 0.8, 0.2, 6
 _ENTROPY, _ENTROPY_SHARE, _ENTROPY_HIGH, _ENTROPY_GROWTH = 0.05, 0.25, 1.0, 2
@@ -45,7 +45,7 @@ def _place(run: Facts) -> float | None:
     "every advantage is 0",
     "such groups have no gradient (DAPO, arXiv 2503.14476), so at most a fifth of the samples is used",
 )
-def rewards_equal(run: Facts) -> Finding | None:
+def rewards_equal(run: Facts) -> RuleFinding | None:
     evidence = _equal_groups(run)
     if evidence is None or reward_of(run) is None:
         return None
@@ -57,13 +57,13 @@ def rewards_equal(run: Facts) -> Finding | None:
         note = (
             "Every reward of the run is equal: look at samples/ and test the scorer (`megarl plan` scores one sample)."
         )
-        return Finding("all samples get the same reward", evidence, (), note)
+        return RuleFinding("all samples get the same reward", evidence, (), note)
     if place < 0.5:
         more = run.scale("rollout.samples_per_prompt", 2)
         note = "The rows are too hard: begin with easier ones (`data.curriculum`), or with SFT."
-        return Finding("most groups have only low rewards", evidence, (*more, *sampling), note)
+        return RuleFinding("most groups have only low rewards", evidence, (*more, *sampling), note)
     note = "The rows are too easy: the run has learned them, or needs harder ones (`data.train_files`)."
-    return Finding("most groups have only high rewards", evidence, sampling, note)
+    return RuleFinding("most groups have only high rewards", evidence, sampling, note)
 
 
 def _equal_groups(run: Facts) -> str | None:
@@ -94,13 +94,13 @@ def _equal_groups(run: Facts) -> str | None:
     f"dynamic sampling: more than {_MISSING:.0%} of a step's groups are missing at its limit (last 20 steps)",
     "the batches are smaller than planned, so updates are noisier at the same learning rate",
 )
-def batches_incomplete(run: Facts) -> Finding | None:
+def batches_incomplete(run: Facts) -> RuleFinding | None:
     curve, planned = run.curve("rollout/groups_missing", fewest=5), run.setting("data.prompts_per_step")
     if curve is None or (mean := float(curve.values[-20:].mean())) / planned <= _MISSING:
         return None
     changes = run.scale("algorithm.dynamic_sampling.max_attempts", 2)
     evidence = f"{mean:.1f} of {planned} groups, mean of steps {curve.steps[-20:][0]:,.0f} to {curve.steps[-1]:,.0f}"
-    return Finding("batches are incomplete", evidence, changes)
+    return RuleFinding("batches are incomplete", evidence, changes)
 
 
 @rule(
@@ -109,7 +109,7 @@ def batches_incomplete(run: Facts) -> Finding | None:
     "e^0.05: 1.05 choices per token. What entropy can buy is then spent (arXiv 2505.22617); a low entropy of a policy that "
     f"still learns, or that has {_SOLVED:.0%} of the highest reward, is healthy",
 )
-def entropy_collapsed(run: Facts) -> Finding | None:
+def entropy_collapsed(run: Facts) -> RuleFinding | None:
     entropy, reward = run.curve("actor/entropy"), reward_of(run)
     if entropy is None or reward is None or entropy.last >= min(_ENTROPY, _ENTROPY_SHARE * entropy.first):
         return None
@@ -119,7 +119,7 @@ def entropy_collapsed(run: Facts) -> Finding | None:
     changes = run.set("algorithm.clip_high", 0.28) if higher else ()
     bonus = run.set("algorithm.entropy_coef", 0.001) if not run.setting("algorithm.entropy_coef") else ()
     evidence = f"actor/entropy {entropy.text()}; reward {reward.text()}"
-    return Finding("the entropy has collapsed", evidence, (*changes, *bonus, *run.scale(_LR, 0.5)))
+    return RuleFinding("the entropy has collapsed", evidence, (*changes, *bonus, *run.scale(_LR, 0.5)))
 
 
 @rule(
@@ -127,7 +127,7 @@ def entropy_collapsed(run: Facts) -> Finding | None:
     f"the entropy is above {_ENTROPY_HIGH:g} nat and {_ENTROPY_GROWTH} times its start, and the reward does not rise",
     "the policy becomes random: a bonus that is too large, or updates that only push tokens down",
 )
-def entropy_explodes(run: Facts) -> Finding | None:
+def entropy_explodes(run: Facts) -> RuleFinding | None:
     entropy, reward = run.curve("actor/entropy"), reward_of(run)
     if (
         entropy is None
@@ -138,7 +138,7 @@ def entropy_explodes(run: Facts) -> Finding | None:
         return None
     less = run.set("algorithm.entropy_coef", 0.0)
     evidence = f"actor/entropy {entropy.text()}; reward {reward.text()}"
-    return Finding("the entropy explodes", evidence, (*less, *run.scale(_LR, 0.5)))
+    return RuleFinding("the entropy explodes", evidence, (*less, *run.scale(_LR, 0.5)))
 
 
 @rule(
@@ -146,7 +146,7 @@ def entropy_explodes(run: Facts) -> Finding | None:
     f"the reward has fallen by more than {_FALL:.0%} of its gain and {_FALL_ERRORS} standard errors below the best part of the run",
     "half of the progress is lost; 4 errors, because the best of many parts is high by chance",
 )
-def reward_falls(run: Facts) -> Finding | None:
+def reward_falls(run: Facts) -> RuleFinding | None:
     reward = reward_of(run)
     if reward is None:
         return None
@@ -161,7 +161,7 @@ def reward_falls(run: Facts) -> Finding | None:
     kl = run.scale("algorithm.kl_coef", 2) or run.set("algorithm.kl_coef", 0.001)
     note = f"A checkpoint of about step {step:,} is the best to go on from (`train.resume`)."
     evidence = f"reward {best:.3g} up to step {step:,}, {reward.last_text()}"
-    return Finding("the reward falls", evidence, (*run.scale(_LR, 0.5), *kl), note)
+    return RuleFinding("the reward falls", evidence, (*run.scale(_LR, 0.5), *kl), note)
 
 
 @rule(
@@ -170,7 +170,7 @@ def reward_falls(run: Facts) -> Finding | None:
     f"compresses by more than {_LOOP_RATIO}",
     "English text compresses by 2 to 4 (zlib); a higher length limit only makes loops longer",
 )
-def responses_loop(run: Facts) -> Finding | None:
+def responses_loop(run: Facts) -> RuleFinding | None:
     texts = [record for record in run.samples if isinstance(record.get("response"), str)]
     loops = [record for record in texts if record.get("finish_reason") == "length" and _repeats(record)]
     if len(texts) < _LEAST_SAMPLES or len(loops) / len(texts) < _LOOPS:
@@ -179,7 +179,7 @@ def responses_loop(run: Facts) -> Finding | None:
     cooler = run.set("rollout.temperature", 1.0) if run.setting("rollout.temperature") > 1 else ()
     note = "Look at them in samples/: a missing end-of-text token in SFT data or chat template has the same effect."
     evidence = f"{len(loops)} of the newest {len(texts)} samples"
-    return Finding("responses run into loops", evidence, (*cooler, *run.scale(_LR, 0.5), *kl), note)
+    return RuleFinding("responses run into loops", evidence, (*cooler, *run.scale(_LR, 0.5), *kl), note)
 
 
 def _repeats(record: Mapping[str, Any]) -> bool:
@@ -193,7 +193,7 @@ def _repeats(record: Mapping[str, Any]) -> bool:
     f"more than {_TRUNCATED:.0%} of the responses reach the length limit",
     "their reward says nothing about an answer; DAPO shapes or excludes them (arXiv 2503.14476, section 3.4)",
 )
-def responses_truncated(run: Facts) -> Finding | None:
+def responses_truncated(run: Facts) -> RuleFinding | None:
     curve = run.curve("rollout/truncated") or run.curve("response_length/clip_ratio")
     if (
         run.setting("train.source") != "rollout"
@@ -209,7 +209,7 @@ def responses_truncated(run: Facts) -> Finding | None:
         *(run.set("algorithm.overlong.penalty_buffer", max(1, limit // 5)) if not buffer else ()),
         *run.set("algorithm.overlong.filter", True),
     )
-    return Finding("many responses are truncated", f"{curve.last_text('.0%')}, at {limit:,} tokens", changes)
+    return RuleFinding("many responses are truncated", f"{curve.last_text('.0%')}, at {limit:,} tokens", changes)
 
 
 @rule(
@@ -217,7 +217,7 @@ def responses_truncated(run: Facts) -> Finding | None:
     f"the reward rises while the accuracy falls by more than noise, or while responses grow by {_LONGER} and the accuracy stays",
     "the policy earns other parts of the reward than right answers; needs `eval/pass@1` or a reward part `accuracy`",
 )
-def reward_hacked(run: Facts) -> Finding | None:
+def reward_hacked(run: Facts) -> RuleFinding | None:
     reward, length, accuracy = (
         reward_of(run),
         run.curve("response_length/mean"),
@@ -239,7 +239,7 @@ def reward_hacked(run: Facts) -> Finding | None:
     kl = run.scale("algorithm.kl_coef", 2) or run.set("algorithm.kl_coef", 0.001)
     evidence = f"reward {reward.text()}; accuracy {accuracy.text()}; response length {length.text('.0f')}"
     note = "Look at samples/ with high rewards, and at the weights of the reward's parts."
-    return Finding("the reward rises without right answers", evidence, (*shape, *unbiased, *kl), note)
+    return RuleFinding("the reward rises without right answers", evidence, (*shape, *unbiased, *kl), note)
 
 
 FEWEST_EVALUATIONS = 3
@@ -251,7 +251,7 @@ FEWEST_EVALUATIONS = 3
     f"`eval/loss` is more than {_LOSS_GAIN - 1:.0%} above its lowest while the training loss falls",
     "two evaluations, since one may be chance: of 200 problems, one standard error is 3.5 % at most",
 )
-def evaluation_falls(run: Facts) -> Finding | None:
+def evaluation_falls(run: Facts) -> RuleFinding | None:
     loss = run.setting("train.source") != "rollout"
     name, trained = ("eval/loss", run.curve("actor/loss")) if loss else ("eval/pass@1", reward_of(run))
     points = [(line["step"], line[name]) for line in run.lines if name in line and line[name] == line[name]]
@@ -274,7 +274,7 @@ def evaluation_falls(run: Facts) -> Finding | None:
     evidence = (
         f"{name} {best:.3g} in step {step:,}, {values[-1]:.3g} in step {points[-1][0]:,}; training {trained.text()}"
     )
-    return Finding(
+    return RuleFinding(
         "the evaluation gets worse while training gets better", evidence, (*shorter, *kl, *run.scale(_LR, 0.5)), note
     )
 
@@ -284,7 +284,7 @@ def evaluation_falls(run: Facts) -> Finding | None:
     f"more than {_TOOLS:.0%} of the tool calls fail (last 20 steps)",
     "the policy learns the tool's errors",
 )
-def tools_fail(run: Facts) -> Finding | None:
+def tools_fail(run: Facts) -> RuleFinding | None:
     recent = [line for line in run.steps if "agent/calls/mean" in line][-20:]
     group = run.setting("rollout.samples_per_prompt")
     calls = sum(line["agent/calls/mean"] * line.get("rollout/prompts_tried", 0) * group for line in recent)
@@ -293,7 +293,7 @@ def tools_fail(run: Facts) -> Finding | None:
         return None
     slower = (*run.scale("agent.tool_timeout", 2), *run.scale("agent.processes", 2)) if late > failed / 2 else ()
     evidence = f"{failed:,.0f} of {calls:,.0f} calls in steps {recent[0]['step']:,} to {recent[-1]['step']:,}, {late:,.0f} by time-out"
-    return Finding("tool calls fail", evidence, slower, "`megarl view` shows failed calls with their messages.")
+    return RuleFinding("tool calls fail", evidence, slower, "`megarl view` shows failed calls with their messages.")
 
 
 @rule(
@@ -301,10 +301,10 @@ def tools_fail(run: Facts) -> Finding | None:
     f"more than {_TURNS:.0%} of the samples end at `agent.max_turns`",
     "their reward judges an unfinished solution",
 )
-def turns_run_out(run: Facts) -> Finding | None:
+def turns_run_out(run: Facts) -> RuleFinding | None:
     curve = run.curve("agent/ended/turns")
     if curve is None or curve.last <= _TURNS:
         return None
-    return Finding(
+    return RuleFinding(
         "samples run out of turns", f"agent/ended/turns {curve.last_text('.0%')}", run.scale("agent.max_turns", 2)
     )

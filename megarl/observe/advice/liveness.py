@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.observe.advice.facts import Facts
-from megarl.observe.advice.rule import Finding, rule
+from megarl.observe.advice.rule import RuleFinding, rule
 
 _LONGEST_STEPS, _LEAST_SECONDS = 3, 60
 _UNSCORED = 0.1
@@ -20,7 +20,7 @@ _WEIGHTS = ("update_actor", "save", "drain", "journal")
     "step for `rollout.start_timeout`",
     "a step varies, but seldom by this factor; only of live runs",
 )
-def silent(run: Facts) -> Finding | None:
+def silent(run: Facts) -> RuleFinding | None:
     if run.silence is None:
         return None
     seconds, phase = run.silence.seconds, run.silence.phase
@@ -40,7 +40,7 @@ def silent(run: Facts) -> Finding | None:
     note = "`megarl doctor RUN` shows what each process does now, and who waits for whom."
     if changes:
         note += " The change ends such a wait sooner, with the names of the silent processes."
-    return Finding(f"nothing has arrived for {seconds:.0f} s: {who}", evidence, changes, note)
+    return RuleFinding(f"nothing has arrived for {seconds:.0f} s: {who}", evidence, changes, note)
 
 
 def _who(run: Facts, phase: str | None) -> tuple[str, str]:
@@ -61,7 +61,7 @@ def _who(run: Facts, phase: str | None) -> tuple[str, str]:
     f"more than {_UNSCORED:.0%} of the sampled groups were dropped, because a sample could not be scored (last 20 steps)",
     "each such group was sampled in vain, and rows that fail are missing in training",
 )
-def scoring_fails(run: Facts) -> Finding | None:
+def scoring_fails(run: Facts) -> RuleFinding | None:
     recent = run.steps[-20:]
     tried, unscored = (
         sum(line.get(f"rollout/{name}", 0) for line in recent) for name in ("prompts_tried", "groups_unscored")
@@ -79,7 +79,7 @@ def scoring_fails(run: Facts) -> Finding | None:
         "errors": (),
         "unavailable": run.scale("reward.retries", 3),
     }[worst]
-    return Finding(
+    return RuleFinding(
         "samples cannot be scored",
         f"{unscored:,.0f} of {tried:,.0f} groups in steps {recent[0]['step']:,} to {recent[-1]['step']:,}; failed samples: "
         + ", ".join(f"{name} {count:,.0f}" for name, count in causes.items() if count),
@@ -93,14 +93,14 @@ def scoring_fails(run: Facts) -> Finding | None:
     f"more than {_LOST:.0%} of a run of over an hour went into steps that were repeated or undone",
     "a smaller interval between checkpoints costs less than it saves then",
 )
-def work_lost(run: Facts) -> Finding | None:
+def work_lost(run: Facts) -> RuleFinding | None:
     wall = run.ettr.get("wall") or 0.0
     lost = run.ettr.get("repeated", 0.0) + run.ettr.get("dropped", 0.0)
     if wall < _LEAST_WALL or lost / wall <= _LOST:
         return None
     every = run.setting("train.save_every")
     changes = run.scale("train.save_every", 0.5) if every > 1 else run.set("train.save_every", every or 10)
-    return Finding(
+    return RuleFinding(
         "faults cost much work",
         f"{lost / 3600:.1f} of {wall / 3600:.1f} hours, in {len(run.sessions)} starts",
         (*changes, *run.set("train.journal", True)),

@@ -12,7 +12,7 @@ Kind = Literal["liveness", "learning", "speed"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class RuleFinding:
     """A fault of a run.
 
     ``what``: the fault, one line. ``evidence``: numbers with their steps. ``changes``: settings as ``key=value``, the most
@@ -33,7 +33,7 @@ class Rule:
     kind: Kind
     condition: str
     reason: str
-    find: Callable[[Facts], Finding | None]
+    find: Callable[[Facts], RuleFinding | None]
 
 
 RULES: list[Rule] = []
@@ -42,10 +42,10 @@ RULES: list[Rule] = []
 
 def rule(
     kind: Kind, condition: str, reason: str
-) -> Callable[[Callable[[Facts], Finding | None]], Callable[[Facts], Finding | None]]:
+) -> Callable[[Callable[[Facts], RuleFinding | None]], Callable[[Facts], RuleFinding | None]]:
     """Register the decorated function under its name."""
 
-    def register(find: Callable[[Facts], Finding | None]) -> Callable[[Facts], Finding | None]:
+    def register(find: Callable[[Facts], RuleFinding | None]) -> Callable[[Facts], RuleFinding | None]:
         RULES.append(Rule(find.__name__, kind, condition, reason, find))
         return find
 
