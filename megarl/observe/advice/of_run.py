@@ -11,7 +11,7 @@ from megarl.observe.advice.advise import Advice, advice_text, advise
 from megarl.observe.advice.facts import FEWEST, Facts, Silence
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
-from megarl.observe.samples import read_samples, sample_steps
+from megarl.observe.samples import read_samples, sample_path, sample_steps
 from megarl.recipe.schema import Recipe
 
 METRICS = (
@@ -20,12 +20,18 @@ METRICS = (
 )  # fmt: skip
 """Patterns of the metrics that rules read."""
 _STEPS_OF_SAMPLES = 3
+_LARGEST_FILE = 300_000  # bytes
 _PAUSE = 1.25  # between two looks at a running run: its steps so far times this
 
 
 def newest_samples(run_dir: RunDirectory) -> list[dict[str, Any]]:
-    """Return the samples of the newest steps that have any; groups of different steps have different numbers."""
-    return [record for step in sample_steps(run_dir)[-_STEPS_OF_SAMPLES:] for record in read_samples(run_dir, step)]
+    """Return the samples of the newest steps that have any; groups of different steps have different numbers.
+
+    Steps whose file is larger than `_LARGEST_FILE` are left out: the page has to open at once.
+    """
+    steps = sample_steps(run_dir)[-_STEPS_OF_SAMPLES:]
+    small = [step for step in steps if sample_path(run_dir, step).stat().st_size <= _LARGEST_FILE]
+    return [record for step in small for record in read_samples(run_dir, step)]
 
 
 def silence_of(run_dir: RunDirectory, spans: Sequence[Mapping[str, Any]], last_step: int) -> Silence:

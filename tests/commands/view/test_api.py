@@ -146,7 +146,7 @@ def test_an_empty_run_has_a_page(tmp_path: Path, open_page: Open) -> None:
     page = open_page(tmp_path)
     assert get(page, "state")["runs"][0]["metrics"] == [0, 0]
     assert "metrics.jsonl has no finished step yet." in get(page, "runs/0/overview")["gaps"]
-    assert get(page, "charts") == {"charts": [], "names": []}
+    assert get(page, "charts") == {"charts": [], "names": [], "resumes": {"0": []}}
     assert get(page, "runs/0/samples")["groups"] == [] and get(page, "runs/0/notices")["notices"] == []
     assert get(page, "runs/0/phases")["timeline"]["steps"] == []
     assert get(page, "runs/0/curves", name="a")["curves"] == {}
