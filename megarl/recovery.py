@@ -21,6 +21,7 @@ from megarl.checkpoint.skipped_steps import Streak
 from megarl.cluster.failures import WorkerFailed
 from megarl.errors import ProcessFailure, SpoiledWeights, pluralize
 from megarl.observe.metrics import read_metrics
+from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.source import Batch
 from megarl.step import training_step
 from megarl.trainer.reference import refresh_reference_if_due
@@ -80,9 +81,15 @@ def finish_step(run: Run, step: int) -> None:
         run.evaluate_policy(after_step=step)
     tokens = run.log.pending().get("perf/total_num_tokens", 0.0)
     run.log.add({"perf/throughput": tokens / run.log.elapsed() / run.device_count})
-    engines = run.fleet.engines if run.fleet is not None else run.profiling.engines
-    run.machine_loads.log(run.log, filter(None, (run.actor, run.critic)), engines)
+    run.machine_loads.log(run.log, filter(None, (run.actor, run.critic)), _running_engines(run))
     run.log.step(step)
+
+
+def _running_engines(run: Run) -> list[EngineHandle]:
+    """Return the policy's engines without those that start: the machine of such an engine is not known yet."""
+    if run.fleet is None:
+        return list(run.profiling.engines)
+    return [run.fleet.engines[number] for number in run.fleet.serving]
 
 
 def roll_back_if_due(run: Run, step: int) -> None:

@@ -149,16 +149,15 @@ class Turn:
 
     role: Literal["assistant", "tool", "user"]
     text: str  # without special tokens; for a tool, its result
-    tokens: int = (
-        0  # number of the sample's tokens in this turn, chat template included; 0 for a reply that ends the sample
-    )
+    # Number of the sample's tokens in this turn, chat template included: of several tools' results in a row an equal share; 0 of a
+    # reply that ends the sample.
+    tokens: int = 0
     name: str = ""  # of the tool
     arguments: dict[str, Any] = field(default_factory=dict)  # of the tool call
     failure: Literal["", "refused", "error", "timeout", "crash"] = ""  # set if `text` describes a failure of the tool
     seconds: float = 0.0  # run time of the tool or interaction
-    reward: float = (
-        0.0  # from the tool or interaction; of the policy's last turn: from the final states of tools with state
-    )
+    # From the tool or interaction; of the policy's last turn: from the final states of tools with state.
+    reward: float = 0.0
 
 
 @dataclass

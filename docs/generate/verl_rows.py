@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-_QWEN3_VL = "Qwen3-VL is not built"
+_QWEN3_VL = "Qwen3-VL is refused on NPU: it has not been compared with MindSpeed's layers"
 _ZERO_CENTERED = "MindSpeed's RMSNorm does not add 1 to its weight: refused on NPU"
 _NO_SCRIPT = "the row's script is in a repository that could not be read"
 

@@ -178,7 +178,7 @@ class AgentLoop:
                 else:
                     answers, between = await self._reply(request.prompt, written, context, left, state)
             except ToolUnavailable as error:
-                failure = SampleFailure(error.source, context.uid, error.kind, str(error), error.failures)
+                failure = _failure(error, context)
                 break
             left -= sum(turn.seconds for turn in answers)
             room = request.sampling.max_tokens - written.length - len(between)
@@ -210,7 +210,7 @@ class AgentLoop:
         try:
             reward = await state.finish(self.settings.tool_rewards == "steps")
         except ToolUnavailable as error:
-            return SampleFailure(error.source, context.uid, error.kind, str(error), error.failures)
+            return _failure(error, context)
         last = max(index for index, turn in enumerate(written.turns) if turn.role == "assistant")
         written.turns[last] = replace(written.turns[last], reward=reward)
         return None
@@ -270,6 +270,10 @@ class AgentLoop:
             return [reply], []
         reply = replace(reply, text=await asyncio.to_thread(tokens.shown, reply.text))
         return [reply], await asyncio.to_thread(tokens.tokens, reply.text)
+
+
+def _failure(error: ToolUnavailable, context: Context) -> SampleFailure:
+    return SampleFailure(error.source, context.uid, error.kind, str(error), error.failures)
 
 
 def turn_seed(seed: int | None, turn: int) -> int | None:

@@ -1,7 +1,8 @@
 """The modules of verl that its tools and interactions import, for machines without verl: `provide` adds them to sys.modules.
 
 Names, fields and defaults follow verl/tools/base_tool.py, verl/tools/schemas.py, verl/interactions/base.py and
-verl/utils/rollout_trace.py (volcengine/verl at b178a3cd). Schemas drop unknown fields as verl's do, because the policy's prompt shows what remains.
+verl/utils/rollout_trace.py (volcengine/verl at b178a3cd). Schemas drop unknown fields as verl's do, because the policy's prompt
+shows what remains.
 """
 
 from __future__ import annotations

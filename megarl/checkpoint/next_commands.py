@@ -47,7 +47,7 @@ class Repetition:
 
 
 def after_training(recipe: Recipe, run: RunDirectory) -> list[str]:
-    """Return the last lines of a finished run: paths of the run, its report, checkpoint and model; its time and faults; advice; commands.
+    """Return the last lines of a finished run: paths (run, report, checkpoint, model), time and faults, advice, commands.
 
     Lists only existing files. Paths outside the current folder are absolute.
     """

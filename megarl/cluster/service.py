@@ -90,8 +90,10 @@ class ServiceServer:
             except EOFError:  # the controller has ended
                 os.killpg(0, signal.SIGKILL)
             except UnreadableMessage as error:  # which call it is, is unknown: the controller fails all of them
-                self._send(CONSTRUCTED, Raised.of(error))
-                os.killpg(0, signal.SIGKILL)
+                try:
+                    self._send(CONSTRUCTED, Raised.of(error))
+                finally:
+                    os.killpg(0, signal.SIGKILL)
             if isinstance(message, ServiceStop):
                 self._loop.call_soon_threadsafe(self._stopped.set)
             else:

@@ -45,7 +45,7 @@ def policy_spec(recipe: Recipe, name: str, *, updated: bool) -> EngineSpec:
 
 
 def teacher_specs(recipe: Recipe) -> list[EngineSpec]:
-    """Return the specs of the teachers' engines: all engines of a teacher, then those of the next."""
+    """Return the specs of the teachers' engines, teacher by teacher."""
     top_k, longest = teacher_top_k(recipe.algorithm), longest_scored_sample(recipe)
     teachers = [teacher for teacher in recipe.teacher.by_key.values() for _ in range(teacher.engines)]
     return [

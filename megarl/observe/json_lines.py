@@ -45,14 +45,20 @@ def strict(value: Any) -> Any:
     return value
 
 
-def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the JSON objects of `path`, one per line, and the number of invalid lines. Empty if the file is missing."""
+def read_lines(path: Path, most: int | None = None) -> tuple[list[dict[str, Any]], int]:
+    """Return the JSON objects of `path`, one per line, and the number of invalid lines. Empty if the file is missing.
+
+    most: lines that begin after this number of bytes are not read.
+    """
     records: list[dict[str, Any]] = []
-    bad = 0
+    bad = size = 0
     if not path.exists():
         return records, bad
     with path.open("rb") as file:
         for line in file:
+            if most is not None and size > most:
+                break
+            size += len(line)
             try:
                 record = json.loads(line)
             except ValueError:

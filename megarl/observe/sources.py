@@ -134,10 +134,10 @@ def report_tables(lines: Sequence[Figures]) -> dict[str, Any]:
 
 
 def limit_sources(lines: Sequence[Figures], names: Sequence[str]) -> tuple[list[str], str]:
-    """Return the metrics of `names` without those of all but `MAX_CURVES` data sources, and a note about the sources left out.
+    """Return `names` with the metrics of at most `MAX_CURVES` data sources, and a note about the sources left out.
 
     The sources with the most samples over all steps are kept; ties are broken by the number of evaluation problems.
-    lines: metrics of each step, of which those that count samples and problems are read.
+    lines: metrics of each step; the counts of samples and problems are read.
     """
     weights = dict.fromkeys(filter(None, map(source_of, names)), 0.0)
     for line in lines:

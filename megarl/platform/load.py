@@ -52,7 +52,7 @@ class HostLoad:
         return _Counters(sum(ticks), ticks[3] + ticks[4], received, sent, time.monotonic())
 
     def _network(self) -> tuple[float, float]:
-        """Return the bytes of Ethernet and of InfiniBand or RoCE, whose traffic Linux's network devices do not count."""
+        """Return the bytes (received, sent) of network devices and of InfiniBand or RoCE, which Linux counts apart."""
         devices: dict[str, list[str]] = {}
         table = self._root / "proc/net/dev"
         for line in table.read_text().splitlines()[2:] if table.exists() else ():

@@ -173,7 +173,7 @@ class RolloutConfig:
     )
     step_timeout: float = key(
         300.0,
-        "With `min_engines`: seconds after which an engine hangs whose step (the tokens of one decode, or a part of a prefill) has not ended, or whose process does not answer. It is killed and replaced like one that has died. The first step of a process has `start_timeout`, since it may compile; time asleep or in an update of the weights does not count. Set it above the longest step, and below `weight_sync.timeout`. 0: never; `timeout` then ends the run.",
+        "With `min_engines`: seconds after which an engine counts as hung if one step (the tokens of one decode, or a part of a prefill) has not ended, or its process does not answer. It is killed and replaced like one that has died. The first step of a process has `start_timeout`, since it may compile; time asleep or in an update of the weights does not count. Set it above the longest step, and below `weight_sync.timeout`. 0: never; `timeout` then ends the run.",
         at_least=0,
     )
     start_timeout: float = key(1800.0, "Time limit for an engine to load, sleep or wake, in seconds.", above=0)

@@ -17,25 +17,28 @@ if TYPE_CHECKING:
     from megarl.trainer.group import TrainerGroup
 
 ENGINE_SECONDS = 1.0  # a report of an engine that comes later is left out of the step
-MAX_MACHINES = 16  # with metrics of their own; of more, only mean and maximum are logged
+MAX_MACHINES = 16  # up to this number, each machine has metrics; of more machines only mean and maximum are logged
 
 
 class MachineLoads:
     """Collects the reports of a step: of the trainers, of one engine on each machine without trainers, and of the controller's machine."""
 
     def __init__(self) -> None:
-        self._own = HostLoad()
+        self._controller = HostLoad()
         self._problems: set[str] = set()
 
     def log(self, log: RunLog, trainers: Iterable[TrainerGroup], engines: Sequence[EngineHandle]) -> None:
-        """Log the load since the last call. A device that cannot be measured is a notice, once for each cause."""
+        """Log the load since the last call. A device that cannot be measured is a notice, once for each cause.
+
+        engines: their processes have started, so that their machines are known.
+        """
         reports = [report for group in trainers for report in group.machine_load()]
         measured = {report.machine for report in reports}
         others = {engine.service.host: engine for engine in reversed(engines) if engine.service.host not in measured}
         done, _ = concurrent.futures.wait([engine.machine_load() for engine in others.values()], ENGINE_SECONDS)
         # The failure of an engine is reported by the calls that need it.
         reports += [call.result() for call in done if call.exception() is None]
-        reports.append(MachineLoad(socket.gethostname(), self._own.take()))
+        reports.append(MachineLoad(socket.gethostname(), self._controller.take()))
         for report in reports:
             if report.problem and report.problem not in self._problems:
                 self._problems.add(report.problem)

@@ -1,4 +1,4 @@
-"""A message that cannot be unpickled is an error of the call, with its cause: nobody waits for ever."""
+"""A message that cannot be unpickled fails its call, with the cause; the caller does not wait for ever."""
 
 from __future__ import annotations
 

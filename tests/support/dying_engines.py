@@ -20,7 +20,7 @@ class Service(ManualService):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.name = f"engine{number}"
+        self.name, self.address = f"engine{number}", f"10.0.0.{number}"
         self.dead: Failure | None = None
         self.stopping = False
         self.started: Future[Any] = Future()

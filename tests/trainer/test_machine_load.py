@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from megarl import recovery
 from megarl.observe.log import RunLog
 from megarl.platform.load import MachineLoad
 from megarl.trainer import machine_load
 from megarl.trainer.machine_load import MachineLoads, load_metrics
+from tests.support.dying_engines import Engines
 from tests.support.log_recipe import make_recipe
 
 
@@ -37,7 +39,7 @@ def test_many_machines_have_only_mean_and_maximum() -> None:
 
 
 class Engine:
-    """An engine on machine `host`, whose answer is an error, a report, or None: it does not answer."""
+    """An engine on machine `host`. `answer`: its report, the error of the call, or None for a call that does not end."""
 
     def __init__(self, host: str, answer: MachineLoad | Exception | None) -> None:
         self.service, self.answer, self.asked = SimpleNamespace(host=host), answer, 0
@@ -50,6 +52,17 @@ class Engine:
         elif self.answer is not None:
             future.set_result(self.answer)
         return future
+
+
+def test_engines_that_start_are_not_asked() -> None:
+    """Their machine is not known before Ray has started the process: a step would wait for it."""
+    engines = Engines(count=3)
+    engines.services[1].die()
+    engines.fleet.poll()
+    run: Any = SimpleNamespace(fleet=engines.fleet, profiling=SimpleNamespace(engines=engines.handles))
+    assert recovery._running_engines(run) == [engines.handles[0], engines.handles[2]]
+    run.fleet = None
+    assert recovery._running_engines(run) == engines.handles
 
 
 def test_an_engine_reports_where_no_trainer_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Clip-Cov and KL-Cov (arXiv 2505.22617): restrain the tokens with the highest covariance of log-prob and advantage.
 
-These few tokens lower the policy's entropy fastest. They are selected over a whole mini batch, before its update: the `cov_share` with the highest scores (`Selection`).
+These few tokens lower the policy's entropy fastest. They are selected over a whole mini batch, before its update: the `cov_share`
+with the highest scores (`Selection`).
 """
 
 from __future__ import annotations

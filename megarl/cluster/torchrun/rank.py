@@ -51,7 +51,7 @@ class RankWorker:
         self._worker: Any = None
 
     def answer(self, message: ConstructMessage | CallMessage | Raised) -> Returned | Raised:
-        """Do what `message` says. Raised: a message that could not be read, whose answer is its error."""
+        """Construct the object or call its method. The answer to a message that could not be read (Raised) is its error."""
         if isinstance(message, Raised):
             return message
         if isinstance(message, CallMessage):

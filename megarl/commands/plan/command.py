@@ -54,7 +54,7 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, model: str 
             return 0
         environment = environment_of(recipe, models, kind)
         for route in expected_routes(recipe, kind)[:1]:
-            check_route(recipe, route, models["rollout"])
+            check_route(recipe, route, models.get("rollout"))
         result = make_plan(recipe, models, kind, memory=options.memory, response=options.response)
         if kind is not None:
             result = with_estimate(result, recipe, models, kind, table, options.response)
@@ -102,7 +102,7 @@ def _search(
     with as_input_error():
         routes = expected_routes(divides, device)
         for route in routes[:1]:
-            check_route(divides, route, models["rollout"])
+            check_route(divides, route, models.get("rollout"))
         subject = subject_of(as_expected(recipe, routes), models, device, options.response)
         result = search(subject, seconds=options.seconds or SECONDS)
         result = replace(result, unchecked=look.texts("unavailable"), notes=[*look.texts("notice"), *notes])

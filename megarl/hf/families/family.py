@@ -55,9 +55,7 @@ class Family:
     latent: bool = False  # multi-head latent attention
     sinks: bool = False  # each head has a learned logit that only the softmax's denominator has
     windows: bool = False  # sliding windows in some layers are part of the architecture
-    whole_experts: bool = (
-        False  # vLLM's loader writes experts past its weight loaders: engine ranks collect whole tensors
-    )
+    whole_experts: bool = False  # vLLM loads experts without its weight loaders: engine ranks collect whole tensors
     wide_norms: bool = False  # norms of queries and keys over all heads together, not of each head
     carried: tuple[str, ...] = ("mtp.",)
     """Prefixes of tensors that are not trained and are exported unchanged; so are layers beyond the last."""

@@ -1,7 +1,7 @@
 """Log-probs, entropy and sums of squared probabilities from hidden states, without all logits at once.
 
-The output layer is split over tensor-parallel ranks. Logits exist for one block of tokens at a time, so peak memory is tokens + vocabulary instead of tokens x vocabulary.
-The backward pass recomputes the logits of each block, or reads them back with `keep_logits`. Ranks exchange three
+The output layer is split over tensor-parallel ranks. Logits exist for one block of tokens at a time, so peak memory is tokens +
+vocabulary instead of tokens x vocabulary. The backward pass recomputes the logits of each block, or reads them back with `keep_logits`. Ranks exchange three
 numbers per token (four with sums of squares) and one per label.
 """
 

@@ -1,4 +1,4 @@
-"""Build models of a family through mbridge; load Hugging Face weights directly, without a conversion, and export them, by its table."""
+"""Build models of a family through mbridge; load Hugging Face weights without a conversion, and export them, by its table."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ _TRUNCATED, _LONGER = 0.2, 1.5
 _ACCURACY_LOST, _LOSS_GAIN = 0.05, 1.05
 _TOOLS, _TURNS = 0.5, 0.3
 _LR = "actor.optimizer.lr"
+FEWEST_EVALUATIONS = 3
 
 
 def reward_of(run: Facts) -> Curve | None:
@@ -240,9 +241,6 @@ def reward_hacked(run: Facts) -> RuleFinding | None:
     evidence = f"reward {reward.text()}; accuracy {accuracy.text()}; response length {length.text('.0f')}"
     note = "Look at samples/ with high rewards, and at the weights of the reward's parts."
     return RuleFinding("the reward rises without right answers", evidence, (*shape, *unbiased, *kl), note)
-
-
-FEWEST_EVALUATIONS = 3
 
 
 @rule(

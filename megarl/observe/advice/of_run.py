@@ -9,9 +9,10 @@ from typing import Any
 
 from megarl.observe.advice.advise import Advice, advice_text, advise
 from megarl.observe.advice.facts import FEWEST, Facts, Silence
+from megarl.observe.json_lines import read_lines
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
-from megarl.observe.samples import read_samples, sample_path, sample_steps
+from megarl.observe.samples import sample_path, sample_steps
 from megarl.recipe.schema import Recipe
 
 METRICS = (
@@ -20,18 +21,17 @@ METRICS = (
 )  # fmt: skip
 """Patterns of the metrics that rules read."""
 _STEPS_OF_SAMPLES = 3
-_LARGEST_FILE = 300_000  # bytes
+_BYTES = 300_000
 _PAUSE = 1.25  # between two looks at a running run: its steps so far times this
 
 
 def newest_samples(run_dir: RunDirectory) -> list[dict[str, Any]]:
-    """Return the samples of the newest steps that have any; groups of different steps have different numbers.
+    """Return samples of the newest steps that have any; groups of different steps have different numbers.
 
-    Steps whose file is larger than `_LARGEST_FILE` are left out: the page has to open at once.
+    Of each step, lines that begin in the first `_BYTES` of its file are read, since the page has to open at once.
     """
     steps = sample_steps(run_dir)[-_STEPS_OF_SAMPLES:]
-    small = [step for step in steps if sample_path(run_dir, step).stat().st_size <= _LARGEST_FILE]
-    return [record for step in small for record in read_samples(run_dir, step)]
+    return [record for step in steps for record in read_lines(sample_path(run_dir, step), most=_BYTES)[0]]
 
 
 def silence_of(run_dir: RunDirectory, spans: Sequence[Mapping[str, Any]], last_step: int) -> Silence:
@@ -55,7 +55,7 @@ class Adviser:
         """done: finished steps of earlier sessions."""
         self._run_dir, self._settings = run_dir, dataclasses.asdict(recipe)
         self._next = max(FEWEST, int(done * _PAUSE))
-        self._said: set[str] = set()
+        self._known: set[str] = set()
 
     def after(self, step: int, sessions: Sequence[Mapping[str, Any]] = ()) -> list[str]:
         """Return the texts of new findings after `step`: of each rule once in this session. sessions: as in summary.json."""
@@ -63,8 +63,8 @@ class Adviser:
             return []
         self._next = max(step + FEWEST, int(step * _PAUSE))
         findings = self.findings(read_metrics(self._run_dir.metrics), sessions=sessions)
-        new = [advice for advice in findings if advice["rule"] not in self._said]
-        self._said |= {advice["rule"] for advice in new}
+        new = [advice for advice in findings if advice["rule"] not in self._known]
+        self._known |= {advice["rule"] for advice in new}
         return [f"advice: {advice_text(advice)}" for advice in new]
 
     def findings(self, lines: Sequence[Mapping[str, Any]], **more: Any) -> list[Advice]:

@@ -6,12 +6,19 @@ from collections.abc import Iterator
 
 from megarl.errors import RecipeError
 from megarl.recipe.derived.at_update import update_rule
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe, RolloutConfig
 
 
 def fleet_errors(recipe: Recipe) -> Iterator[RecipeError]:
     least, rollout = recipe.rollout.min_engines, recipe.rollout
     if least is None:
+        if rollout.step_timeout != RolloutConfig().step_timeout:
+            problem = (
+                "without rollout.min_engines an engine that hangs is not replaced, and rollout.timeout ends the run"
+            )
+            yield RecipeError(
+                "rollout.step_timeout", problem, "leave it out, or set rollout.min_engines", value=rollout.step_timeout
+            )
         return
     if least >= rollout.engines:
         problem = f"with rollout.engines={rollout.engines}, each death would leave fewer"

@@ -20,6 +20,9 @@ def observe_errors(recipe: Recipe) -> Iterator[RecipeError]:
         if tracker not in TRACKERS:
             problem, remedy = f"unknown tracker '{tracker}'", f"choose from {', '.join(TRACKERS)}"
             yield RecipeError("observe.trackers", problem, remedy, value=list(observe.trackers))
+    if observe.prometheus is None and observe.prometheus_host != ObserveConfig().prometheus_host:
+        problem = "no port is set, so nothing listens (observe.prometheus)"
+        yield RecipeError("observe.prometheus_host", problem, "set observe.prometheus", value=observe.prometheus_host)
     yield from alerts_errors(observe.alerts)
     last_step = recipe.train.steps if recipe.train.epochs is None else math.inf  # known once the rows are counted
     for name, numbers, first, last, counted in (

@@ -338,15 +338,19 @@ class Fleet(ChangingFleet):
         with self.lock:
             for member, cause in hung.items():
                 if member in self._states.members:
-                    self._die(member[0], Failure.death(ProcessInfo(f"service {engine_name(member[0])}"), cause))
+                    self._die(member[0], Failure.death(self._place(member[0]), cause))
+
+    def _place(self, engine: int) -> ProcessInfo:
+        """Return an engine's process with the address of its machine, which is known before the process has started."""
+        return ProcessInfo(f"service {engine_name(engine)}", self.engines[engine].service.address)
 
     def _find_failed(self, members: Sequence[Member]) -> bool:
         """Return whether one of `members` has died, or failed in its part of the update, which counts as a death."""
         self._find_deaths()
         with self.lock:
             for member in self._failed & set(self._states.members):
-                place = ProcessInfo(f"service {engine_name(member[0])}")
-                self._die(member[0], Failure.death(place, "it failed in an update of the weights; see its log"))
+                cause = "it failed in an update of the weights; see its log"
+                self._die(member[0], Failure.death(self._place(member[0]), cause))
             self._failed.clear()
             return any(member not in self._states.members for member in members)
 
@@ -359,7 +363,7 @@ class Fleet(ChangingFleet):
             if not loading.done():
                 if time.monotonic() - self._load_began[engine] > self._load_limit:
                     cause = f"it has not loaded within rollout.start_timeout = {self._load_limit:g} s; see its log"
-                    self._die(engine, Failure.death(ProcessInfo(f"service {engine_name(engine)}"), cause))
+                    self._die(engine, Failure.death(self._place(engine), cause))
                 continue
             del self._loading[engine]
             error = loading.exception()

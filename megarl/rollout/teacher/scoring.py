@@ -32,10 +32,7 @@ class Teacher:
         Groups are split over the engines of their teacher evenly and in order, so the same batch is always split in the same way.
         """
         sources = {group.data_source for group in groups}
-        assert "" in self.by_source or sources <= {*self.by_source}, (
-            sources,
-            "the rows' sources were checked with the data",
-        )
+        assert "" in self.by_source or sources <= {*self.by_source}, f"preflight checks the rows' sources: {sources}"
         shares = [share for source in self.by_source for share in self._shares(groups, source)]
         self._wait([engine for engine, _ in shares], [engine.score(part) for engine, part in shares])
         scored = [(engine, group) for engine, part in shares for group in part]
@@ -48,9 +45,9 @@ class Teacher:
 
     def _shares(self, groups: Sequence[Group], source: str) -> list[tuple[TeacherHandle, list[Group]]]:
         """Return the engines of a source's teacher that have groups of the batch, with these groups."""
-        engines, own = self.by_source[source], [group for group in groups if source in ("", group.data_source)]
-        parts = split_evenly(len(own), len(engines)) if own else []
-        return [(engine, [own[n] for n in part]) for engine, part in zip(engines, parts, strict=False)]
+        engines, scored = self.by_source[source], [group for group in groups if source in ("", group.data_source)]
+        parts = split_evenly(len(scored), len(engines)) if scored else []
+        return [(engine, [scored[n] for n in part]) for engine, part in zip(engines, parts, strict=False)]
 
     def _wait(self, engines: Sequence[TeacherHandle], calls: Sequence[Future[T]]) -> list[T]:
         return wait_for_all(engines, calls, doing="read the step's samples", key="teacher.timeout", limit=self.timeout)

@@ -20,6 +20,7 @@ from megarl.observe.log import RunLog
 from megarl.observe.page.report import report_data
 from megarl.observe.page.viewed_run import ViewedRun
 from megarl.observe.run_dir import RunDirectory
+from megarl.observe.samples import sample_path
 from megarl.recipe.schema import Recipe
 from tests.observe.advice.histories import RL, constant, lines
 from tests.observe.advice.test_faults import FAULTS
@@ -103,6 +104,19 @@ def test_report_and_page_show_the_same(tmp_path: Path) -> None:
     (advice,) = ViewedRun(0, tmp_path, "advised").overview()["advice"]
     assert advice["rule"] == "update_too_large"
     assert report_data(tmp_path)["answers"]["runs/0/overview"]["advice"] == [advice]
+
+
+def test_of_large_files_the_first_samples_are_read(tmp_path: Path) -> None:
+    """The page opens at once, and the rules about samples still have some."""
+    run = RunDirectory(tmp_path)
+    run.samples.mkdir(parents=True)
+    records = [{"group": number, "response": "x" * 1000} for number in range(2000)]
+    for step in range(1, 5):
+        path = sample_path(run, step)
+        path.write_text("".join(json.dumps({**record, "step": step}) + "\n" for record in records))
+    read = of_run.newest_samples(run)
+    assert {record["step"] for record in read} == {2, 3, 4}
+    assert 3 * 250 < len(read) < 3 * 350 and read[0] == {**records[0], "step": 2}
 
 
 def test_the_page_names_who_is_silent(tmp_path: Path) -> None:
