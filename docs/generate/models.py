@@ -23,7 +23,7 @@ KNOWN = {
     "deepseek_v3": ("DeepSeek-V3, DeepSeek-R1, Moonlight", ("deepseek_v3", "moonlight"), "deepseek_v3"),
     "glm4_moe": ("GLM-4.5, GLM-4.6, GLM-4.7", ("glm4_moe", "glm4_moe_plain"), "glm4_moe"),
     "glm4_moe_lite": ("GLM-4.7-Flash", ("glm4_moe_lite",), "glm4_moe_lite"),
-    "gpt_oss": ("gpt-oss-20b, gpt-oss-120b", ("gpt_oss",), ""),
+    "gpt_oss": ("gpt-oss-20b, gpt-oss-120b", ("gpt_oss",), "gpt_oss"),
     "kimi_k2": ("Kimi-K2", ("kimi_k2",), "kimi_k2"),
     "llama": ("Llama 2, Llama 3", ("llama", "llama3"), "llama"),
     "minimax_m2": ("MiniMax-M2", ("minimax_m2",), ""),

@@ -16,12 +16,12 @@ from megarl.engines.vllm.route_support import installed_version
 def install() -> None:
     """Apply the fixes that the installed vLLM needs. Call before the worker starts and the model is built."""
     apply_expert_map()
+    sample_with_seeds()
     version = installed_version()
     if version == "unknown" or Version(version) >= Version("0.19"):
         return
     start_without_preloads()
     keep_cache_size()
-    sample_without_compiling()
 
 
 def apply_expert_map() -> None:
@@ -86,13 +86,13 @@ def keep_cache_size() -> None:
         CPUWorker.determine_available_memory = lambda self: self.cache_config.kv_cache_memory_bytes or original(self)
 
 
-def sample_without_compiling() -> None:
-    """Use the eager function that samples requests without a seed.
+def sample_with_seeds() -> None:
+    """Sample with the functions of other devices.
 
-    0.18 compiles it at its first call (v1/sample/ops/topk_topp_sampler.py:237), which crashes with a segmentation fault if
-    an earlier engine of the process has sampled. 0.23 does not.
+    The CPU's of 0.18 and 0.23 ignores all seeds of a step in which a request has none, e.g. a greedy one
+    (v1/sample/ops/topk_topp_sampler.py:203). In 0.18 it also crashes with a segmentation fault if an earlier engine of the process
+    has sampled, since it is compiled at its first call.
     """
-    from vllm.v1.sample.ops import topk_topp_sampler as sampler
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    compiled = sampler.compiled_random_sample
-    sampler.compiled_random_sample = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_native
