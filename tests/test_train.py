@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,14 +29,6 @@ from megarl.trainer.group import ActorGroup, CriticGroup
 from megarl.types import Group, InlineData, Metrics, SampleTokens
 from megarl.weight_sync.placement import Placement
 from tests.support.training_stand_ins import Saver, Source, Workers
-
-
-@pytest.fixture(autouse=True)
-def cheap_collections() -> Iterator[None]:
-    """Exempt objects of other tests from the collections of `Source`, which take a second each otherwise."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -333,5 +333,5 @@ def test_samples_of_agent_loops_are_not_handed_over(serve: Callable[[Engine], Ro
     server = serve(Engine())
     server.agents = object()  # type: ignore[assignment]
     for call in (lambda: server.hand_over([1]), lambda: server.copy_partials(1)):
-        with pytest.raises(EngineRefused, match="state of their tools"):
+        with pytest.raises(EngineRefused, match="state of tools and users"):
             asyncio.run(call())

@@ -84,7 +84,7 @@ def test_view(site: Path, folder: Path) -> None:
     code = "from megarl.observe.page.bundle import static_files; print(*static_files())"
     environment = {**os.environ, "PYTHONPATH": str(site)}
     shown = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
-    static = ROOT / "megarl" / "commands" / "view" / "static"
+    static = ROOT / "megarl" / "observe" / "page" / "static"
     assert shown.stdout.split() == sorted(path.name for path in static.iterdir()), shown.stderr
 
 
