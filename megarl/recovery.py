@@ -1,6 +1,6 @@
-"""Repeat parts of a step after trainers have failed, go back to a checkpoint after spikes, and resume a run.
+"""What a step does around its training: take a batch, skip, save, publish, evaluate and log. Also the resume of a run.
 
-Parts are repeated with `train.trainer_restarts`, the trainers go back with `train.on_spike: rollback`, and with `train.journal` a
+These parts are repeated after trainers have failed with `train.trainer_restarts`, the trainers go back with `train.on_spike: rollback`, and with `train.journal` a
 resume goes on after the last step.
 """
 

@@ -4,7 +4,8 @@ Index convention: every per-token vector has ``len(tokens)`` entries, and index 
 between a logit and the token it predicts happens once, in megatron/heads/output_heads.py and the PackedStream that it reads.
 
 Control and data are separate. The controller decides from `Sample` (lengths, reward, versions), a few hundred bytes. The
-token vectors (`SampleTokens`) stay on the process that created them, behind a `DataRef`, until a trainer fetches them.
+token vectors (`SampleTokens`) lie behind a `DataRef` until a trainer fetches them: in Ray's object store, or with torchrun in the
+controller's memory. `MicroBatch` is defined in megatron/batch.py.
 """
 
 from __future__ import annotations

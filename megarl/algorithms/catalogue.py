@@ -1,4 +1,7 @@
-"""All algorithm registries with their entries: look names up through this module, which imports every file with entries."""
+"""All algorithm registries with their entries: look names up through this module, which imports every file with entries.
+
+A new file of losses, advantages or aggregations must be named here; entries of a user come from `algorithm.modules`.
+"""
 
 from __future__ import annotations
 

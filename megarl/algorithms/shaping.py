@@ -1,4 +1,7 @@
-"""Rewards before advantages: overlong penalty and filter, group filter by equal rewards (DAPO, arXiv 2503.14476), KL penalty."""
+"""Rewards before advantages: overlong penalty and filter, the test of dynamic sampling (`has_spread`), KL penalty.
+
+Penalty, filter and test: DAPO, arXiv 2503.14476. `rollout/source_engines.py` applies the test when a group arrives.
+"""
 
 from __future__ import annotations
 

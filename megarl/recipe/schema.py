@@ -1,7 +1,7 @@
-"""The root `Recipe`, and its sections reward, rollout, teacher, evaluation, train and cluster.
+"""The root `Recipe`, and its sections reward, rollout, evaluation, train and cluster.
 
-Sections in other files: model, megatron, lora, actor and critic in training.py; algorithm, data, agent, judge, observe,
-sandbox and weight_sync in a file of that name; `cluster.environment` in environment.py; `reward.remote` in remote.py.
+Sections in other files: model, megatron, lora, actor and critic in trainers.py; teacher in judge.py; algorithm, data, agent, judge,
+observe, sandbox and weight_sync in a file of that name; `cluster.environment` in environment.py; `reward.remote` in remote.py.
 
 A field is declared with ``key(default, doc)``: its first argument is the default, and the bounds follow the text. Defaults in
 other places:

@@ -1,4 +1,4 @@
-"""Rollout process: an engine, and the scorers of its samples.
+"""Rollout process: an engine, and the pool of processes that score its samples.
 
 The controller submits requests and collects scored groups: control data (lengths, rewards), and apart token vectors for trainers.
 """

@@ -1,1 +1,4 @@
-"""Converter from verl's scripts and command lines to recipes."""
+"""`megarl convert-config`: verl's scripts and command lines become recipes.
+
+table.py carries one option to one key, translate.py several options together.
+"""

@@ -1,1 +1,1 @@
-"""report.html: the page of a run."""
+"""The page of a run: live in `megarl view`, and as one file in report.html."""
