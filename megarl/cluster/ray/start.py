@@ -11,6 +11,7 @@ import ray
 from ray._private.services import canonicalize_bootstrap_address
 
 from megarl.cluster.orphan_reaper import OrphanReaper
+from megarl.cluster.ray.processes import without_unused_processes
 from megarl.cluster.ray.signals import keep_sigterm_handler, separate_process_groups
 from megarl.errors import ProcessFailure
 
@@ -42,7 +43,7 @@ def start(address: str | None, reaper: OrphanReaper) -> None:
 def _start_private(reaper: OrphanReaper) -> None:
     os.environ.update(reaper.env)  # inherited by all processes of Ray
     try:
-        with separate_process_groups():
+        with separate_process_groups(), without_unused_processes():
             ray.init(
                 address="local",
                 num_cpus=PRIVATE_CPUS,
