@@ -93,7 +93,7 @@ VL_MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_vl": qwen3_config,
     "qwen3_vl_tied": functools.partial(qwen3_config, tie_word_embeddings=True),
     "qwen3_vl_moe": functools.partial(
-        qwen3_config, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
+        qwen3_config, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
     ),
 }
 """Configurations of the tiny models."""
