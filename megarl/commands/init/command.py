@@ -79,7 +79,7 @@ def _answers(options: InitOptions, ask: bool) -> Answers:
     """Check the options, then ask the open questions."""
     given = {name: _checked(name, text) for name, text in options._asdict().items() if text is not None}
     if "task" in given:
-        _check_needs_reward(given["task"], options)
+        _check_task_has_reward(given["task"], options)
 
     def answer(name: str, question: str, default: str) -> Any:
         if name in given:
@@ -88,7 +88,7 @@ def _answers(options: InitOptions, ask: bool) -> Answers:
 
     tasks = "\n".join(f"  {name:<6} {meaning}" for name, meaning in TASKS.items())
     task = answer("task", f"Task\n{tasks}\n", "grpo")
-    _check_needs_reward(task, options)
+    _check_task_has_reward(task, options)
     model = answer("model", "Model (folder, or name on the hub)", "Qwen/Qwen3-8B")
     default_files = _DEFAULT_FILES.get(task, "data/gsm8k/train.parquet")
     files = answer("data", "Training rows (.parquet, .jsonl, hf://...)", default_files)
@@ -99,7 +99,7 @@ def _answers(options: InitOptions, ask: bool) -> Answers:
     return Answers(task, model, files, machines, reward)
 
 
-def _check_needs_reward(task: str, options: InitOptions) -> None:
+def _check_task_has_reward(task: str, options: InitOptions) -> None:
     if options.reward is not None and not checks.samples(task):
         raise ValueError(f"--reward: the task {task} has no reward, leave it out")
 

@@ -1,8 +1,9 @@
 """Plan who sends which slices to which engine ranks.
 
 A stream carries slices that the same engine ranks need, in the same dtype, from one trainer rank: to the first of these
-ranks, which passes each bucket on to the second unchanged, and so on. A trainer sends a slice once per chain of engine ranks.
-There is one chain for each host that has engines and a holder of the slice, and one more if the first engine host has no holder. Engine ranks pass buckets on only to higher ranks or to later hosts, so no two of them can wait for each other.
+ranks, which passes each bucket on to the second unchanged, and so on. A trainer sends a slice once per chain of engine
+ranks: there is one chain for each host that has engines and a holder of the slice, and one more if the first engine host
+has no holder. Engine ranks pass buckets on only to higher ranks or to later hosts, so no two of them can wait for each other.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def plan_transfers(
     """Plan an update from the slices that trainer ranks hold and engine ranks need, in the order of ranks.
 
     Raises ValueError, with the tensor and the ranks, if no trainer holds a needed element, if trainers hold slices that
-    overlap without being equal, or if a tensor has different shapes.
+    overlap without being equal, if a tensor has different shapes, or if a parameter's dtype is not in `DTYPES`.
     """
     names = _checked_names(held, needed)
     numbers = {name: number for number, name in enumerate(names)}
