@@ -121,7 +121,7 @@ def measure(trainers: tuple[int, int, int, int], engines: tuple[int, int, int]) 
     plan.streams_to(len(needed) // 2)
     streams_ready = time.process_time()
     flows = totals(plan)
-    balance = flows.sent_by_rank / np.bincount(plan.sources, plan.nbytes, len(held)).mean()
+    balance = flows.sent_by_rank / np.bincount(plan.sources, plan.stream_bytes, len(held)).mean()
     layout = (
         f"TP{trainers[1]} PP{trainers[2]} EP{trainers[3]}",
         f"TP{engines[1]}" + (f" EP{engines[2]}" if engines[2] else ""),

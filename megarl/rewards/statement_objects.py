@@ -11,16 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.rewards.statement_values import (
-    DEEPEST,
-    LARGEST,
-    Broken,
+    MAX_DEPTH,
+    MAX_MESSAGE_BYTES,
+    ProtocolError,
     builtin_base,
     builtin_of,
     change,
+    decode,
+    encode,
     error_of,
     is_changeable,
-    read,
-    write,
 )
 
 # Methods of plain values: an object that a function returned in place of a plain value is not asked for them.
@@ -51,7 +51,7 @@ class Peer:
 
     def send(self, *message: Any) -> None:
         data = json.dumps(message).encode()
-        if len(data) > LARGEST:
+        if len(data) > MAX_MESSAGE_BYTES:
             raise ValueError(f"a value of {len(data)} bytes is too large")
         data = len(data).to_bytes(8, "big") + data
         while data:
@@ -59,12 +59,12 @@ class Peer:
 
     def receive(self) -> tuple[str, list[Any]]:
         size = int.from_bytes(read_exactly(self.incoming, 8), "big")
-        if size > LARGEST:
-            raise Broken(f"a message of {size} bytes")
+        if size > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"a message of {size} bytes")
         try:
             kind, *values = json.loads(read_exactly(self.incoming, size))
         except (ValueError, TypeError, RecursionError) as error:
-            raise Broken("not a message") from error
+            raise ProtocolError("not a message") from error
         return str(kind), values
 
     def request(self, operation: str, *values: Any) -> Any:
@@ -96,7 +96,7 @@ class Peer:
                 if is_copy and (after := self.encoded(argument)) != before:
                     self.send("changed", number, after)
             self.send("result", result)
-        except Broken:
+        except ProtocolError:
             raise
         except BaseException as error:  # noqa: BLE001 - SystemExit too: the program's function ends, not its process
             try:
@@ -112,11 +112,11 @@ class Peer:
         kind = type(value)
         if value is None or kind in (bool, str, float) or (kind is int and abs(value) < 1 << 62):
             return value
-        if level > DEEPEST:
+        if level > MAX_DEPTH:
             raise ValueError("a value is nested too deeply")
         if (remote := remote_behind(value)) is not None:
             return ["yours", remote._number]
-        if (content := write(value, lambda item: self.encoded(item, level + 1))) is not None:
+        if (content := encode(value, lambda item: self.encoded(item, level + 1))) is not None:
             return content
         base: Any
         for base in (int, float, str, bytes, tuple, frozenset):
@@ -133,12 +133,12 @@ class Peer:
         return self.numbers[id(value)]
 
     def decoded(self, data: Any, level: int = 0) -> Any:
-        """Return the value of `data`. Raises Broken if it is none."""
+        """Return the value of `data`. Raises ProtocolError if it is none."""
         if not isinstance(data, list):
             return data
         try:
             kind, content = data
-            if level > DEEPEST + 2:
+            if level > MAX_DEPTH + 2:
                 raise ValueError("nested too deeply")
             if kind == "mine":
                 return self.remote(int(content))
@@ -150,9 +150,9 @@ class Peer:
                 base, name, number = content
                 stand_in = type(str(name), (builtin_of(base),), {"_remote": self.remote(int(number))})
                 return self.remotes.setdefault(-1 - int(number), stand_in)
-            return read(kind, content, lambda item: self.decoded(item, level + 1))
+            return decode(kind, content, lambda item: self.decoded(item, level + 1))
         except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
-            raise Broken("not a value") from error
+            raise ProtocolError("not a value") from error
 
     def remote(self, number: int) -> Remote:
         return self.remotes.setdefault(number, Remote(self, number))
@@ -279,6 +279,6 @@ def read_exactly(descriptor: int, size: int) -> bytes:
     while len(data) < size:
         part = os.read(descriptor, size - len(data))
         if not part:
-            raise Broken("the other process has ended")
+            raise ProtocolError("the other process has ended")
         data += part
     return bytes(data)

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.rewards.statement_objects import COMPARISONS, OPERATORS, UNARY, Peer, Remote, read_exactly
-from megarl.rewards.statement_values import Broken, error_of
+from megarl.rewards.statement_values import ProtocolError, error_of
 
 PRELUDE = """
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
@@ -208,7 +208,7 @@ def main() -> None:
             os.dup2(2 if descriptor else null, descriptor)
         for descriptor in (null, questions[1], answers[0]):
             os.close(descriptor)
-        with contextlib.suppress(Broken):
+        with contextlib.suppress(ProtocolError):
             serve(program, names, questions[0], answers[1])
         os._exit(0)
     os.close(questions[0])

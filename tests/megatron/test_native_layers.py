@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 
 from megarl.megatron import host_offsets
+from megarl.megatron.model.gated_delta_net import _l2_normalized
 from megarl.megatron.native_layers import attention as native_attention
 from megarl.megatron.native_layers import experts as native_experts
 from megarl.megatron.native_layers import fused_kernels
-from megarl.megatron.native_layers.attention import NativeAttention, plan_chunks
+from megarl.megatron.native_layers.attention import NativeAttention, plan_chunks, sequence_order
 from megarl.megatron.native_layers.experts import ColumnParallelGroupedLinear, expert_linears, expert_rows, stacked
 from megarl.megatron.native_layers.fused_kernels import Kernel, description, grouped_gemm, packed_attention
 from megarl.trainer.worker import kernel_notices
@@ -278,12 +279,24 @@ def test_chunks_of_a_sequence_attend_to_earlier_chunks(
     of_rank = [torch.tensor([token for sequence in places for token in sequence[rank]]) for rank in range(ranks)]
     order = torch.cat(of_rank)
     shares = tuple(length // ranks for length in lengths)
+    in_order, back = sequence_order(shares, ranks, CPU)
+    assert torch.equal(order[in_order], torch.arange(len(order))) and torch.equal(
+        in_order[back], torch.arange(len(order))
+    )
     for rank in range(ranks):
         got = layer_of(ranks, rank)._packed_over_ranks(query[of_rank[rank]], key[order], value[order], shares)
         torch.testing.assert_close(got, whole[of_rank[rank]], rtol=1e-4, atol=1e-5)
         plan = plan_chunks(shares, ranks, rank, CPU)
         seen = sum(sum(chunk.key_lengths) for chunk in plan.chunks)
         assert seen == sum(lengths) * (2 * ranks + 1) // (2 * ranks), "no key is read that no query of the chunk sees"
+
+
+def test_queries_and_keys_of_delta_nets_are_rounded_once() -> None:
+    """As engines do: twice would differ from them in a third of the elements."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 128).bfloat16()
+    exact = x.double() / (x.double().square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    assert torch.equal(_l2_normalized(x), exact.bfloat16())
 
 
 # --- choice --------------------------------------------------------------------------------------------------------

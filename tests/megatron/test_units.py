@@ -95,6 +95,18 @@ def test_expert_tensor_parallel_of_stacked_experts_is_refused(kind: str) -> None
         check_layout(model, MegatronConfig(tensor_parallel=2, expert_tensor_parallel=2), 2)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])
+def test_padded_batches_of_delta_nets_are_refused(kind: str) -> None:
+    """The layers read the bounds of the sequences, which a padded batch does not have."""
+    fields = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_hidden_layers": 8}
+    mixed = {**DENSE, **fields, "model_type": kind, "full_attention_interval": 4}
+    with pytest.raises(ValueError, match=r"megatron\.packing=false .* gated delta nets .* set megatron\.packing=true"):
+        check_layout(mixed, MegatronConfig(packing=False), 1)
+    check_layout(mixed, MegatronConfig(), 1)
+    check_layout({**mixed, "layer_types": ["full_attention"] * 8}, MegatronConfig(packing=False), 1)
+    check_layout(DENSE, MegatronConfig(packing=False), 1)
+
+
 def test_layouts_that_divide_are_accepted() -> None:
     check_layout(DENSE, MegatronConfig(tensor_parallel=4, pipeline_parallel=2, context_parallel=2), 32)
     check_layout(DENSE, MegatronConfig(pipeline_parallel=4, first_stage_layers=2, last_stage_layers=4), 4)

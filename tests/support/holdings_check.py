@@ -40,9 +40,9 @@ def check(trainer: Any, exported: dict[str, torch.Tensor], record: Path) -> None
         record.write_text(json.dumps([table.digest for table in tables]))
     need = whole_model(exported)
     plan = plan_transfers(tables, [need], Hosts(["a"] * len(tables), ["a"]), 1 << 12)
-    received = sum(int(stream.buckets.sum()) for stream in plan.streams_to(0))
+    received = sum(int(stream.bucket_elements.sum()) for stream in plan.streams_to(0))
     assert received == sum(weight.numel() for weight in exported.values())
-    assert np.bincount(plan.sources, plan.nbytes, len(tables)).sum() == need.nbytes
+    assert np.bincount(plan.sources, plan.stream_bytes, len(tables)).sum() == need.nbytes
 
 
 def check_planned(results: Path, case: dict[str, Any], directory: Path) -> None:

@@ -81,6 +81,7 @@ LAYOUTS = [
     bad(DENSE, "megatron.tensor_parallel=1 megatron.sequence_parallel=true", "megatron.sequence_parallel", "leave it out"),
     bad(V3, "megatron.tensor_parallel=256 megatron.pipeline_parallel=1 megatron.first_stage_layers=null megatron.last_stage_layers=null", "megatron.tensor_parallel", "may be 1, 2, 4"),
     bad(VL, "megatron.packing=false", "megatron.packing", "needs megatron.packing=true"),
+    bad("cuda/gspo_qwen3_next_80b", "megatron.packing=false", "megatron.packing", "gated delta nets take packed sequences only"),
     bad(DENSE, "megatron.tensor_parallel=0", "megatron.tensor_parallel", "at least 1"),
     bad(PPO, "critic.trainers=7", "critic.trainers", "use a multiple of 2"),
     bad(PPO, "critic.megatron.tensor_parallel=16 critic.trainers=16 cluster.trainers=16", "critic.megatron.tensor_parallel", "key/value heads"),

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.weight_sync.sharded.intersect import elements
 from megarl.weight_sync.sharded.plan import Hosts, Stream, TransferPlan, plan_transfers
 from megarl.weight_sync.sharded.slices import ITEM_BYTES, SliceTable, SliceTableBuilder
 
@@ -53,7 +54,7 @@ def carry_out(plan: TransferPlan, trainers: list[Rank], engines: list[Rank]) -> 
     for number, rank in enumerate(trainers):
         for stream in plan.streams_from(number):
             assert stream.source == number
-            buckets = [np.full(size, np.nan, NUMPY[stream.dtype]) for size in stream.buckets]
+            buckets = [np.full(size, np.nan, NUMPY[stream.dtype]) for size in stream.bucket_elements]
             for bucket, at, parameter, offset, stride, rows, columns in stream.copies.tolist():
                 hole = buckets[bucket][at : at + rows * columns]
                 assert np.isnan(hole).all(), "two slices overlap in a bucket"
@@ -73,7 +74,7 @@ def carry_out(plan: TransferPlan, trainers: list[Rank], engines: list[Rank]) -> 
 
 def receive(stream: Stream, number: int, sent: dict, rank: Rank) -> int:
     buckets = sent.pop((stream.number, number))
-    assert [bucket.size for bucket in buckets] == stream.buckets.tolist()
+    assert [bucket.size for bucket in buckets] == stream.bucket_elements.tolist()
     for bucket, at, parameter, offset, stride, rows, columns in stream.copies.tolist():
         values = buckets[bucket][at : at + rows * columns].reshape(rows, columns)
         target = part_of(rank.memory[parameter], offset, stride, rows, columns)
@@ -145,7 +146,7 @@ def test_every_needed_element_arrives_once(sync_plan) -> None:
         assert received[number] == expected
     for stream in range(len(plan.targets)):
         pieces = plan.pieces[plan.starts[stream] : plan.starts[stream + 1]]
-        sizes = np.add.reduceat(pieces[:, 4] * pieces[:, 5], plan.bucket_starts(stream)[:-1])
+        sizes = np.add.reduceat(elements(pieces), plan.bucket_starts(stream)[:-1])
         assert (sizes <= max(bucket_bytes // ITEM_BYTES[("float32", "bfloat16")[plan.dtypes[stream]]], 1)).all()
 
 

@@ -23,7 +23,7 @@ def whole(*names: str, size: int = 256, dtype: str = "bfloat16") -> SliceTable:
 
 
 def sent(plan: TransferPlan, trainers: int) -> np.ndarray:
-    return np.bincount(plan.sources, plan.nbytes, trainers)
+    return np.bincount(plan.sources, plan.stream_bytes, trainers)
 
 
 def layers(count: int) -> list[str]:
@@ -59,11 +59,18 @@ def test_a_holder_on_the_engines_host_is_preferred() -> None:
     assert feeds == {(1, (0, 1)), (0, (2,))}, "hosts with a holder are fed there, others by the host before them"
 
 
+def test_engines_before_the_first_holders_host_have_a_chain_of_their_own() -> None:
+    """Then the only holder sends each slice twice: from its own host no bucket returns to an earlier one."""
+    table = whole(*layers(8))
+    plan = plan_transfers([table], [table] * 2, Hosts(["b"], ["a", "b"]), MIB)
+    assert set(plan.targets) == {(0,), (1,)} and sent(plan, 1).tolist() == [2 * table.nbytes]
+
+
 def test_a_slice_that_an_engine_needs_twice_is_sent_once() -> None:
     part = ("shared", (8, 8), (0, 0, 8, 8))
     plan = plan_transfers([slice_table(part)], [slice_table(part, part)], Hosts(["a"], ["a"]), MIB)
     (stream,) = plan.streams_to(0)
-    assert len(stream.copies) == 2 and stream.buckets.tolist() == [64]
+    assert len(stream.copies) == 2 and stream.bucket_elements.tolist() == [64]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +95,7 @@ def test_equal_slice_tables_give_equal_plans() -> None:
                 stream.source,
                 stream.targets,
                 stream.dtype,
-                *(a.tolist() for a in (stream.buckets, stream.copies, stream.tensors)),
+                *(a.tolist() for a in (stream.bucket_elements, stream.copies, stream.tensors)),
             ]
             for part in parts
             for stream in part
@@ -126,7 +133,10 @@ def halves(*rows: tuple[int, int]) -> list[SliceTable]:
         (halves((0, 4), (5, 3)), "engine ranks 0, 1 need 8 rows .* of w: of these 32 elements the trainers hold 28"),
         (halves((0, 5), (4, 4)), "trainer rank 0 and trainer rank 1 hold slices of w .* 1 rows from row 4"),
         ([*halves((0, 5), (4, 4))][:1] * 2, "engine ranks 0, 1 need .* hold 20"),
-        ([slice_table(("w", (4, 8), (0, 0, 4, 8)))], r"w is \[8, 4\] at engine rank 0, and \[4, 8\] at trainer rank 0"),
+        (
+            [slice_table(("w", (4, 8), (0, 0, 4, 8)))],
+            r"w has shape \[8, 4\] at engine rank 0, but \[4, 8\] at trainer rank 0: do both load the same model\?",
+        ),
         ([slice_table(("v", (8, 4), (0, 0, 8, 4)))], "hold 0"),
         ([*halves((0, 8)), slice_table(("w", (8, 4), (0, 0, 8, 4)), dtype="float32")], "in different types"),
     ],
@@ -135,3 +145,10 @@ def test_holes_and_overlaps_are_refused(held: list[SliceTable], message: str) ->
     """A check of sizes alone would accept a hole and an overlap of the same size."""
     with pytest.raises(ValueError, match=message):
         plan_transfers(held, halves((0, 8)) * 2, Hosts(["a"] * len(held), ["b"] * 2), MIB)
+
+
+def test_a_dtype_that_no_stream_carries_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"engine parameter '0' is float8_e4m3fn .* float32, bfloat16, float16 or float64"
+    ):
+        plan_transfers([whole("w")], [whole("w", dtype="float8_e4m3fn")], Hosts(["a"], ["b"]), MIB)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from megarl.commands.data.dapo_math import COLUMNS, verl_row
-from megarl.commands.data.source import Prepared, problem_row, rows_of, write_distinct
+from megarl.commands.data.source import PreparedFiles, problem_row, rows_of, write_distinct
 from megarl.data.rows import Row
 
 # DAPO's prompt. The scorer of math_dapo and aime* reads the answer in this form.
@@ -23,7 +23,7 @@ LAYOUTS = (("Problem", "Answer"), ("problem", "answer"), ("question", "answer"),
 
 def prepare(
     source: str, out: Path, year: int | None = None, split: str | None = None, config: str | None = None
-) -> Prepared:
+) -> PreparedFiles:
     """Write out/test.parquet.
 
     `source` is a file, a folder with `split` (default: train), or a name on the hub (with `split` and `config`). The
@@ -36,13 +36,13 @@ def prepare(
         raise ValueError(f"--split {split}: a file has only one split. Omit --split, or name a folder.")
     if config is not None and Path(source).exists():
         raise ValueError(f"--config {config}: only data sets on the hub have configurations. Omit --config.")
-    return write_distinct(Path(out) / "test.parquet", _rows(source, year, split or "train", config))
+    rows, notices = rows_of(source, split or "train", *LAYOUTS, optional=("ability", "extra_info"), config=config)
+    return write_distinct(out / "test.parquet", _prompt_rows(rows, year), notices)
 
 
-def _rows(source: str, year: int | None, split: str, config: str | None) -> Iterator[dict[str, Any]]:
+def _prompt_rows(rows: Iterable[Row], year: int | None) -> Iterator[dict[str, Any]]:
     name = "aime" if year is None else f"aime_{year}"
-    optional = ("ability", "extra_info")
-    for index, row in enumerate(rows_of(source, split, *LAYOUTS, optional=optional, config=config)):
+    for index, row in enumerate(rows):
         if all(column in row.values for column in COLUMNS):
             if year is not None:
                 raise ValueError(

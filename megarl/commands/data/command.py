@@ -11,7 +11,7 @@ import typer
 from megarl.errors import as_input_error
 
 if TYPE_CHECKING:
-    from megarl.commands.data.source import Prepared
+    from megarl.commands.data.source import PreparedFiles
 
 app = typer.Typer(
     help="Prepare data sets: write parquet files in the columns that recipes read.",
@@ -156,7 +156,7 @@ def quickstart(
     typer.echo(f"written: {prepared.reason}" if prepared.reason else "kept: all files are intact and have this seed")
 
 
-def _report(prepare: Callable[..., Prepared], *arguments: Any) -> None:
+def _report(prepare: Callable[..., PreparedFiles], *arguments: Any) -> None:
     """Call `prepare` and print the written files, and the notices."""
     with as_input_error():
         rows, notices = prepare(*arguments)

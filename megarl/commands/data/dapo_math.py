@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.data.source import Prepared, rows_of, write_distinct
+from megarl.commands.data.source import PreparedFiles, rows_of, write_distinct
 from megarl.data.rows import Row, messages_of
 
 COLUMNS = ("data_source", "prompt", "reward_model")
 FILE = "dapo-math-17k"  # in the folder data/ on the hub
 
 
-def prepare(source: str, out: Path) -> Prepared:
+def prepare(source: str, out: Path) -> PreparedFiles:
     """Write out/train.parquet.
 
     `source` is the published file (``dapo-math-17k.parquet``), a folder with it or with its ``data/``, or a name on the
@@ -23,8 +23,9 @@ def prepare(source: str, out: Path) -> Prepared:
     """
     named = [place / f"{FILE}.parquet" for place in (Path(source), Path(source) / "data")]
     file = next((str(path) for path in named if path.is_file()), source)
-    rows = enumerate(rows_of(file, "train", COLUMNS, optional=("ability", "extra_info")))
-    return write_distinct(Path(out) / "train.parquet", (verl_row(row, "train", index) for index, row in rows))
+    rows, notices = rows_of(file, "train", COLUMNS, optional=("ability", "extra_info"))
+    prompt_rows = (verl_row(row, "train", index) for index, row in enumerate(rows))
+    return write_distinct(out / "train.parquet", prompt_rows, notices)
 
 
 def verl_row(row: Row, split: str, index: int) -> dict[str, Any]:

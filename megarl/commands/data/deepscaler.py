@@ -6,21 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from megarl.commands.data.math import INSTRUCTION
-from megarl.commands.data.source import Prepared, problem_row, rows_of, write_distinct
+from megarl.commands.data.source import PreparedFiles, problem_row, rows_of, write_distinct
 from megarl.data.rows import Row
 
 DATA_SOURCE = "agentica-org/DeepScaleR-Preview-Dataset"
 
 
-def prepare(source: str, out: Path) -> Prepared:
+def prepare(source: str, out: Path) -> PreparedFiles:
     """Write out/train.parquet in verl's columns.
 
     `source` is a file or a folder with the split train, in columns ``problem`` and ``answer``, or a name on the hub.
 
     Raises ValueError as `rows_of`, and for an empty answer.
     """
-    rows = enumerate(rows_of(source, "train", ("problem", "answer")))
-    return write_distinct(Path(out) / "train.parquet", (_prompt_row(row, index) for index, row in rows))
+    rows, notices = rows_of(source, "train", ("problem", "answer"))
+    prompt_rows = (_prompt_row(row, index) for index, row in enumerate(rows))
+    return write_distinct(out / "train.parquet", prompt_rows, notices)
 
 
 def _prompt_row(row: Row, index: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.data.source import Prepared, problem_row, write_splits
+from megarl.commands.data.source import PreparedFiles, problem_row, write_splits
 from megarl.data.images import PLACEHOLDER
 from megarl.data.rows import Row
 
@@ -18,7 +18,7 @@ INSTRUCTION = (
 DATA_SOURCE = "hiyouga/geometry3k"
 
 
-def prepare(source: str, out: Path) -> Prepared:
+def prepare(source: str, out: Path) -> PreparedFiles:
     """Write out/train.parquet and out/test.parquet in verl's columns.
 
     `source` is a folder with both splits, in columns ``images``, ``problem`` (with one ``<image>`` per image) and

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.data.source import Prepared, problem_row, write_splits
+from megarl.commands.data.source import PreparedFiles, problem_row, write_splits
 from megarl.data.rows import Row
 
 INSTRUCTION = 'Reason step by step, then end with a line that holds "#### " and the final number alone.'
 DATA_SOURCE = "openai/gsm8k"
 
 
-def prepare(source: str, out: Path) -> Prepared:
+def prepare(source: str, out: Path) -> PreparedFiles:
     """Write out/train.parquet and out/test.parquet in verl's columns.
 
     The column `response` has the worked answer, for SFT. `source` is a folder with train and test as .jsonl or .parquet

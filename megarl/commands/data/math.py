@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.data.source import Prepared, problem_row, write_splits
+from megarl.commands.data.source import PreparedFiles, problem_row, write_splits
 from megarl.data.rows import Row
 from megarl.rewards.latex_boxed import in_braces
 
@@ -14,7 +14,7 @@ INSTRUCTION = "Let's think step by step and output the final answer within \\box
 DATA_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
 
 
-def prepare(source: str, out: Path) -> Prepared:
+def prepare(source: str, out: Path) -> PreparedFiles:
     """Write out/train.parquet and out/test.parquet in verl's columns.
 
     `source` is a folder with both splits, in columns ``problem``, ``solution`` and optionally ``level`` ("Level 3") and

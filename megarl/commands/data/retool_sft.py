@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.agents import find
-from megarl.commands.data.source import Prepared, rows_of
+from megarl.commands.data.source import PreparedFiles, rows_of
 from megarl.data.rows import Row, messages_of, write_parquet
 
 DATA_SOURCE = "JoeYing/ReTool-SFT"
@@ -21,7 +21,7 @@ _PARTS = re.compile(r"<(code|interpreter|answer)>(.*?)</\1>", re.DOTALL)
 _FENCE = re.compile(r"```(?:python)?\n?(.*?)```", re.DOTALL)
 
 
-def prepare(source: str, out: Path) -> Prepared:
+def prepare(source: str, out: Path) -> PreparedFiles:
     """Write out/train.parquet with ``messages`` and ``tools``.
 
     `source` is a file or a folder with the split train, in a column ``messages`` (a question and the assistant's text),
@@ -30,16 +30,19 @@ def prepare(source: str, out: Path) -> Prepared:
     Raises ValueError as `rows_of`, and if every row would be omitted.
     """
     rows, omitted, first = [], 0, ""
-    for index, row in enumerate(rows_of(source, "train", ("messages",))):
+    published, notices = rows_of(source, "train", ("messages",))
+    for index, row in enumerate(published):
         try:
             rows.append(_conversation_row(row, index))
         except ValueError as error:
             omitted, first = omitted + 1, first or str(error)
     if not rows:
-        raise ValueError(first or f"{source} has no rows")
-    path = Path(out) / "train.parquet"
+        raise ValueError(first)
+    path = out / "train.parquet"
     write_parquet(path, rows)
-    return {path: len(rows)}, [f"{omitted:,} rows were omitted; the first: {first}"] if omitted else []
+    if omitted:
+        notices.append(f"{omitted:,} rows were omitted; the first: {first}")
+    return PreparedFiles({path: len(rows)}, notices)
 
 
 def _conversation_row(row: Row, index: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.agents import verl_stand_in
 from megarl.commands.data import verl_rlhf_dataset
-from megarl.commands.data.source import Prepared
+from megarl.commands.data.source import PreparedFiles
 from megarl.data.rows import write_parquet
 from megarl.registry import import_function
 
@@ -23,7 +23,7 @@ _DEFAULTS = {  # of verl's section data; long prompts are the recipe's matter
 }  # fmt: skip
 
 
-def prepare(path: str, files: Sequence[str], out: Path, model: str | None, options: Mapping[str, Any]) -> Prepared:
+def prepare(path: str, files: Sequence[str], out: Path, model: str | None, options: Mapping[str, Any]) -> PreparedFiles:
     """Create the class `path` (file.py:Name or module:Name) once for `files`, and write its rows to `out`, a parquet file.
 
     model: folder of the tokenizer and processor that the class receives; None: it receives none. options: verl's section
@@ -48,7 +48,7 @@ def prepare(path: str, files: Sequence[str], out: Path, model: str | None, optio
                 "or changes them during training cannot be used"
             )
     write_parquet(out, rows)
-    return {out: count}, []
+    return PreparedFiles({out: count}, [])
 
 
 def options_of(texts: Sequence[str]) -> dict[str, Any]:

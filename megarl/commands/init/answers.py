@@ -11,6 +11,7 @@ from megarl.errors import pluralize
 from megarl.hf import hub
 from megarl.platform.device_table import DEVICES_OF, Device, device_named, device_of_machine, devices
 from megarl.platform.kinds import KINDS, is_accelerator
+from megarl.recipe.remote import SERVICES
 from megarl.registry import did_you_mean
 from megarl.rewards.base import SCORERS
 
@@ -22,7 +23,7 @@ TASKS = {
 }
 ROWS = "rows"
 """Reward: the `data_source` of each row selects the scorer."""
-_REQUIRE_MORE = ("judge",)  # scorers that need another section in the recipe
+_NOT_OFFERED = (*SERVICES, "unscored")  # services need an address in the recipe; `unscored` gives every sample 0
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,10 @@ def check_files(text: str) -> tuple[str, ...]:
     if not files:
         raise ValueError("name at least one file or data set")
     for file in files:
+        if "://" in file and not file.startswith(hub.PREFIX):
+            raise ValueError(
+                f"{file} is neither a file on this machine nor a data set on the hub ({hub.PREFIX}...): copy it here"
+            )
         if not file.startswith(hub.PREFIX) and not file.endswith((".parquet", ".jsonl")):
             raise ValueError(
                 f"{file} ends neither in .parquet nor in .jsonl, and a data set on the hub begins with {hub.PREFIX}"
@@ -100,7 +105,7 @@ def check_files(text: str) -> tuple[str, ...]:
 
 def check_reward(text: str) -> str:
     """Return the reward: `rows`, a scorer, or the user's function, which may not exist yet."""
-    names = [ROWS, *(name for name in SCORERS.names() if name not in _REQUIRE_MORE)]
+    names = [ROWS, *(name for name in SCORERS.names() if name not in _NOT_OFFERED)]
     if text in names or re.fullmatch(r"[\w./-]+:\w+", text):
         return text
     raise ValueError(

@@ -5,26 +5,34 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import typer
 
-from megarl.atomic_files import disk_errors
+from megarl.atomic_files import check_new
 from megarl.commands.init import answers as checks
 from megarl.commands.init.answers import ROWS, TASKS, Answers
 from megarl.commands.init.layout import first_layout
 from megarl.commands.init.text import recipe_text
-from megarl.errors import InputError, RecipeError, as_input_error
+from megarl.errors import InputError, NotHereError, RecipeError, all_of, as_input_error
+from megarl.hf import hub
 from megarl.hf.config import context_length
 from megarl.preflight.load import load_recipe
-from megarl.preflight.models import config_of
+from megarl.preflight.models import check_known_model, config_of
 
 T = TypeVar("T")
-_DATA = {"sft": "data/demonstrations.parquet", "dpo": "data/pairs.parquet"}
+_DEFAULT_FILES = {"sft": "data/demonstrations.parquet", "dpo": "data/pairs.parquet"}
+_CHECKS: dict[str, Callable[[str], Any]] = {
+    "task": checks.check_task,
+    "model": checks.check_model,
+    "data": checks.check_files,
+    "devices": checks.read_machines,
+    "reward": checks.check_reward,
+}
 
 
 class InitOptions(NamedTuple):
-    """Answers from the command line; None: ask."""
+    """Answers from the command line; None: not given."""
 
     task: str | None
     model: str | None
@@ -36,86 +44,146 @@ class InitOptions(NamedTuple):
 def init(file: Path, options: InitOptions, *, ask: bool) -> None:
     """Write the recipe `file`. ask: ask the questions that `options` leaves open; else they have their defaults.
 
-    Raises InputError for an existing file, a wrong answer from the command line, and a missing answer.
+    Raises InputError for a file that exists, is not named like a recipe or cannot be written, a wrong answer from the command
+    line, and a missing answer; RecipeError for a model that megarl cannot train, and answers that make no valid recipe.
     """
     with as_input_error():
-        if file.exists():
-            raise ValueError(f"{file} exists: name another file, or move it away")
         if file.suffix not in (".yaml", ".yml"):
-            raise ValueError(f"{file}: a recipe's name ends in .yaml")
+            name = file.parent / f"{file.stem or 'recipe'}.yaml"
+            raise ValueError(f"{file}: name it {name} (recipes end in .yaml or .yml)")
+        check_new("FILE", file)
         answers = _answers(options, ask)
-        text, notice = _checked_text(file, answers)
-        with disk_errors(file), file.open("x", encoding="utf-8") as stream:
-            stream.write(text)
+        text, notices = _checked_text(file, answers)
+        write_new(file, text)
     typer.echo(f"wrote {file}")
-    for line in _remarks(answers, notice):
-        typer.echo(line)
+    for line in [*notices, *_remarks(answers)]:
+        typer.echo(f"  {line}")
     typer.echo(f"next: megarl plan {file}, then megarl train {file}")
 
 
+def write_new(file: Path, text: str) -> None:
+    """Write a file that does not exist yet. Raises ValueError, without a part of the file, if that fails."""
+    try:
+        stream = file.open("x", encoding="utf-8")
+    except FileExistsError as error:
+        raise ValueError(f"{file} exists: name another file, or move it away") from error
+    try:
+        with stream:
+            stream.write(text)
+    except OSError as error:
+        file.unlink()
+        raise ValueError(f"{file} could not be written: {error.strerror}. Name a file on another disk.") from error
+
+
 def _answers(options: InitOptions, ask: bool) -> Answers:
+    """Check the options, then ask the open questions."""
+    given = {name: _checked(name, text) for name, text in options._asdict().items() if text is not None}
+    if "task" in given:
+        _check_task_has_reward(given["task"], options)
+
+    def answer(name: str, question: str, default: str) -> Any:
+        if name in given:
+            return given[name]
+        return _ask(name, question, default) if ask else _checked(name, default)
+
     tasks = "\n".join(f"  {name:<6} {meaning}" for name, meaning in TASKS.items())
-    task = _answer("--task", f"Task\n{tasks}\n", options.task, "grpo", checks.check_task, ask)
-    model = _answer(
-        "--model", "Model (folder, or name on the hub)", options.model, "Qwen/Qwen3-8B", checks.check_model, ask
-    )
-    data = _DATA.get(task, "data/gsm8k/train.parquet")
-    files = _answer("--data", "Training rows (.parquet, .jsonl, hf://...)", options.data, data, checks.check_files, ask)
-    here = checks.devices_here()
-    machines = _answer("--devices", "Devices (e.g. 8 H100, 2 cpu)", options.devices, here, checks.read_machines, ask)
+    task = answer("task", f"Task\n{tasks}\n", "grpo")
+    _check_task_has_reward(task, options)
+    model = answer("model", "Model (folder, or name on the hub)", "Qwen/Qwen3-8B")
+    default_files = _DEFAULT_FILES.get(task, "data/gsm8k/train.parquet")
+    files = answer("data", "Training rows (.parquet, .jsonl, hf://...)", default_files)
+    machines = answer("devices", "Devices (e.g. 8 H100, 2 cpu)", checks.devices_here())
     reward = None
     if checks.samples(task):
-        question = "Reward (a scorer such as gsm8k or math, your module:function, or rows)"
-        reward = _answer("--reward", question, options.reward, ROWS, checks.check_reward, ask)
-    elif options.reward is not None:
-        raise ValueError(f"--reward: the task {task} has no reward, leave it out")
+        reward = answer("reward", "Reward (a scorer such as gsm8k or math, your module:function, or rows)", ROWS)
     return Answers(task, model, files, machines, reward)
 
 
-def _answer(option: str, question: str, value: str | None, default: str, check: Callable[[str], T], ask: bool) -> T:
-    """Return the checked answer to a question. On a terminal it repeats the question after a wrong answer."""
-    if value is not None or not ask:
-        try:
-            return check(default if value is None else value)
-        except ValueError as error:
-            raise ValueError(f"{option}: {error}") from error
+def _check_task_has_reward(task: str, options: InitOptions) -> None:
+    if options.reward is not None and not checks.samples(task):
+        raise ValueError(f"--reward: the task {task} has no reward, leave it out")
+
+
+def _checked(name: str, text: str) -> Any:
+    """Return the answer to the question `name`. Raises ValueError that names the option."""
+    try:
+        return _CHECKS[name](text)
+    except ValueError as error:
+        raise ValueError(f"--{name}: {error}") from error
+
+
+def _ask(name: str, question: str, default: str) -> Any:
+    """Ask until an answer passes its check. Raises InputError at the end of the input."""
     while True:
         try:
             text = typer.prompt(question, default=default)
         except typer.Abort as error:
-            raise InputError(f"no answer to {option}: give the option, or --defaults") from error
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise
+            raise InputError(f"no answer to --{name}: give the option, or --defaults") from error
         try:
-            return check(text)
+            return _CHECKS[name](text)
         except ValueError as error:
             typer.echo(str(error), err=True)
 
 
-def _checked_text(file: Path, answers: Answers) -> tuple[str, str | None]:
-    """Return the text of the recipe, which loads, and a notice about its layout."""
+def _checked_text(file: Path, answers: Answers) -> tuple[str, list[str]]:
+    """Return the text of the recipe, which loads, and notices about its layout."""
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / file.name
-        draft.write_text(recipe_text(file, answers, None, {}), encoding="utf-8")
         try:
-            model = config_of(answers.model, draft)
-        except (RecipeError, OSError):  # the model is not on this machine, and the hub does not answer
-            model = None
-        context = context_length(model) if model is not None else None
-        draft.write_text(recipe_text(file, answers, context, {}), encoding="utf-8")
-        layout, notice = first_layout(draft, answers.machines, model)
+            return _text(file, draft, answers)
+        except RecipeError as error:
+            for each in (error, *all_of(error)):
+                if isinstance(each, RecipeError) and each.origin is not None:
+                    each.origin = each.origin.replace(str(draft), str(file))
+            raise
+
+
+def _text(file: Path, draft: Path, answers: Answers) -> tuple[str, list[str]]:
+    """Return the text of the recipe `file`, and notices. `draft`: a temporary file, which the checks read."""
+
+    def write(context: int | None, layout: dict[str, Any]) -> str:
         text = recipe_text(file, answers, context, layout)
         draft.write_text(text, encoding="utf-8")
-        load_recipe(draft)
-    return text, notice
+        return text
+
+    write(None, {})
+    model = _model_config(answers.model, draft)
+    context = context_length(model) if model is not None else None
+    write(context, {})
+    layout, notice = first_layout(draft, answers.machines, model)
+    text = write(context, layout)
+    load_recipe(draft)
+    notices = [notice] if notice is not None else []
+    if model is None:
+        notices.append(
+            f"the config.json of {answers.model} cannot be read here, so the lengths and the layout are guesses"
+        )
+    return text, notices
 
 
-def _remarks(answers: Answers, notice: str | None) -> list[str]:
+def _model_config(path: str, draft: Path) -> dict[str, Any] | None:
+    """Return config.json of the model; None if it is not on this machine, and the hub does not answer.
+
+    Raises RecipeError for a model that megarl cannot train.
+    """
+    try:
+        config = config_of(path, draft)
+    except NotHereError:
+        return None
+    check_known_model(config, "model.path", path)
+    return config
+
+
+def _remarks(answers: Answers) -> list[str]:
     """Return what the user has to know or to do before training."""
-    remarks = [notice] if notice is not None else []
-    missing = [file for file in answers.files if "://" not in file and not Path(file).exists()]
+    remarks = []
+    missing = [file for file in answers.files if not file.startswith(hub.PREFIX) and not Path(file).exists()]
     if missing:
         remarks.append(
-            f"{', '.join(missing)} does not exist yet: megarl data --help prepares data sets, docs/data.md has the columns"
+            f"not found yet: {', '.join(missing)}. `megarl data --help` prepares data sets, docs/data.md has the columns"
         )
     if answers.reward == ROWS:
         remarks.append("each row's data_source selects its scorer: docs/rewards.md has the list")
-    return [f"  {remark}" for remark in remarks]
+    return remarks

@@ -19,9 +19,9 @@ _WEIGHT_BYTES = 2  # bfloat16
 def first_layout(
     recipe_file: Path, machines: Machines, model: dict[str, Any] | None
 ) -> tuple[dict[str, Any], str | None]:
-    """Return the settings of the layout by dotted key, and a notice if it is only a guess.
+    """Return the settings of the layout by dotted key, and a notice if no device or layout is known for the model.
 
-    recipe_file: the recipe without these settings. model: config.json; None: unknown.
+    recipe_file: the recipe without these settings. model: config.json; None: unknown, so the layout is a guess.
     """
     recipe = load_recipe(recipe_file, check=False)
     sampling = recipe.train.source == "rollout"
@@ -32,7 +32,7 @@ def first_layout(
     if machines.device is None:
         return guess, f"the memory of {machines.kind} devices is unknown, so the layout is a guess"
     if model is None:
-        return guess, f"the config.json of {recipe.model.path} cannot be read here, so the layout is a guess"
+        return guess, None
     device = replace(machines.device, per_node=machines.per_node)
     settings = [f"{key}={value}" for key, value in guess.items()]
     chosen = _fastest(load_recipe(recipe_file, settings, check=False), model, device)

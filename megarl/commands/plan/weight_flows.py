@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from megarl.weight_sync.sharded.intersect import ITEM_SIZES
+from megarl.weight_sync.sharded.intersect import ITEM_SIZES, elements
 from megarl.weight_sync.sharded.plan import TransferPlan
 
 
@@ -44,10 +44,10 @@ class Totals:
 
 
 def totals(plan: TransferPlan) -> Totals:
-    nbytes = plan.nbytes
-    sent = np.bincount(plan.sources, nbytes, len(plan.hosts.trainers))
+    stream_bytes = plan.stream_bytes
+    sent = np.bincount(plan.sources, stream_bytes, len(plan.hosts.trainers))
     received, relayed = np.zeros(len(plan.hosts.engines)), np.zeros(len(plan.hosts.engines))
-    for size, ranks in zip(nbytes.tolist(), plan.targets, strict=True):
+    for size, ranks in zip(stream_bytes.tolist(), plan.targets, strict=True):
         received[list(ranks)] += size
         relayed[list(ranks[:-1])] += size
     return Totals(
@@ -56,9 +56,9 @@ def totals(plan: TransferPlan) -> Totals:
         received=int(received.sum()),
         received_by_rank=int(received.max()),
         relayed_by_rank=int(relayed.max()),
-        between_hosts=int((nbytes * _host_crossings(plan)).sum()),
-        streams=len(nbytes),
-        buckets=sum(len(plan.bucket_starts(number)) - 1 for number in range(len(nbytes))),
+        between_hosts=int((stream_bytes * _host_crossings(plan)).sum()),
+        streams=len(stream_bytes),
+        buckets=sum(len(plan.bucket_starts(number)) - 1 for number in range(len(stream_bytes))),
     )
 
 
@@ -87,8 +87,8 @@ def _flow(
     between: np.ndarray,
 ) -> Flow:
     """Sum the `selected` pieces; `stream` and `bucket`: of all pieces."""
-    nbytes = plan.pieces[selected, 4] * plan.pieces[selected, 5] * ITEM_SIZES[plan.dtypes[stream[selected]]]
-    of_stream = np.bincount(stream[selected], nbytes, len(plan.targets)).astype(np.int64)
+    piece_bytes = elements(plan.pieces[selected]) * ITEM_SIZES[plan.dtypes[stream[selected]]]
+    of_stream = np.bincount(stream[selected], piece_bytes, len(plan.targets)).astype(np.int64)
     audience = np.array([len(ranks) for ranks in plan.targets])
     sent = np.bincount(plan.sources, of_stream)
     received = np.zeros(len(plan.hosts.engines), np.int64)

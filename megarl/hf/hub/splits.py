@@ -50,18 +50,22 @@ def lacks_shards(path: str, files: Sequence[str]) -> bool:
 
 def check_one_form(name: HubName, files: Sequence[str]) -> None:
     """Raise HubError if `files` have a split in several forms, e.g. train.jsonl and train.parquet: its rows would be doubled."""
+    for split, forms in several_forms(files).items():
+        named = " or ".join(str(replace(name, path=form)) for form in forms)
+        raise HubError(
+            f"{name.repo} has {split} in several forms, so its rows would be doubled: {', '.join(files)}",
+            f"name one form: {named}",
+        )
+
+
+def several_forms(files: Sequence[str]) -> dict[str, list[str]]:
+    """Return the splits that `files` have in several forms: {"default/train": ["train.jsonl", "train-*-of-00002.parquet"]}."""
     forms: dict[str, dict[str, None]] = {}
     for file in files:
         if split := _split_of(file):
             form = re.sub(r"/\d+\.parquet$", "/*.parquet", _SHARD.sub(r"-*-of-\2", file))
             forms.setdefault(split, {})[form] = None
-    for split, several in forms.items():
-        if len(several) > 1:
-            named = " or ".join(str(replace(name, path=form)) for form in several)
-            raise HubError(
-                f"{name.repo} has {split} in several forms, so its rows would be doubled: {', '.join(files)}",
-                f"name one form: {named}",
-            )
+    return {split: list(several) for split, several in forms.items() if len(several) > 1}
 
 
 def _from_readme(readme: str, rows: Sequence[str]) -> dict[str, list[str]]:

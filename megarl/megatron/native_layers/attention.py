@@ -38,6 +38,19 @@ class PaddingPlan:
     batches: list[PaddedBatch]
     places: torch.Tensor  # int64 [tokens of the stream]
 
+    def apply(self, function: Callable[..., torch.Tensor], *streams: torch.Tensor) -> torch.Tensor:
+        """Return the results of `function` for all rectangles as a stream [tokens, ...].
+
+        streams: [tokens, ...] each. function: receives a rectangle's `PaddedBatch` and its part of each stream [count, length,
+        ...], and returns [count, length, ...].
+        """
+        outputs = []
+        for batch in self.batches:
+            parts = (x.index_select(0, batch.rows).view(batch.count, batch.length, *x.shape[1:]) for x in streams)
+            outputs.append(function(batch, *parts).flatten(0, 1))
+        together = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return together.index_select(0, self.places)
+
 
 @lru_cache(maxsize=64)
 def plan_padding(lengths: tuple[int, ...], device: torch.device) -> PaddingPlan:
@@ -103,22 +116,15 @@ def plan_chunks(lengths: tuple[int, ...], ranks: int, rank: int, device: torch.d
     """Split a packed stream over context-parallel ranks. `lengths`: a rank's tokens of each sequence, even numbers."""
     share = torch.tensor(lengths)
     starts, half, total = share.cumsum(0) - share, share // 2, sum(lengths)
-    # Rank min(c, 2n-1-c) holds chunk c of a sequence, in the first half of its tokens for c < n.
     both_chunks, order = [], []
     for number in (rank, 2 * ranks - 1 - rank):
         begin = starts + (half if number >= ranks else 0)
         queries = torch.cat([torch.arange(b, b + h) for b, h in zip(begin.tolist(), half.tolist(), strict=True)])
-        keys = []
-        for start, size in zip(starts.tolist(), half.tolist(), strict=True):
-            for c in range(number + 1):
-                owner, second = min(c, 2 * ranks - 1 - c), c >= ranks
-                first = owner * total + start + (size if second else 0)
-                keys.append(torch.arange(first, first + size))
         sizes, seen = half.tolist(), (half * (number + 1)).tolist()
         both_chunks.append(
             Chunks(
                 queries.to(device),
-                torch.cat(keys).to(device),
+                _tokens_of_chunks(lengths, ranks, number + 1).to(device),
                 _offsets(sizes, device),
                 _offsets(seen, device),
                 sizes,
@@ -129,6 +135,30 @@ def plan_chunks(lengths: tuple[int, ...], ranks: int, rank: int, device: torch.d
     places = torch.empty(total, dtype=torch.int64)
     places[torch.cat(order)] = torch.arange(total)
     return ChunkPlan((both_chunks[0], both_chunks[1]), places.to(device))
+
+
+@lru_cache(maxsize=64)
+def sequence_order(lengths: tuple[int, ...], ranks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the permutation from the concatenated streams of all context-parallel ranks to whole sequences, and its inverse.
+
+    Both int64 [tokens]. `lengths`: as for `plan_chunks`.
+    """
+    in_order = _tokens_of_chunks(lengths, ranks, 2 * ranks)
+    return in_order.to(device), in_order.argsort().to(device)
+
+
+def _tokens_of_chunks(lengths: tuple[int, ...], ranks: int, count: int) -> torch.Tensor:
+    """Return the first `count` chunks of every sequence: int64, index into the concatenated streams of all ranks."""
+    total, start, tokens = sum(lengths), 0, []
+    for length in lengths:
+        size = length // 2
+        for chunk in range(count):
+            # Rank min(c, 2n-1-c) holds chunk c of a sequence, in the first half of its tokens for c < n.
+            owner, second = min(chunk, 2 * ranks - 1 - chunk), chunk >= ranks
+            first = owner * total + start + (size if second else 0)
+            tokens.append(torch.arange(first, first + size))
+        start += length
+    return torch.cat(tokens)
 
 
 def _offsets(lengths: list[int], device: torch.device) -> torch.Tensor:
@@ -223,17 +253,11 @@ class NativeAttention(torch.nn.Module):
     def _packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...]
     ) -> torch.Tensor:
-        plan = plan_padding(lengths, query.device)
-        outputs = []
-        for batch in plan.batches:
-            q, k, v = (
-                x.index_select(0, batch.rows).view(batch.count, batch.length, *x.shape[1:]).transpose(1, 2)
-                for x in (query, key, value)
-            )
-            mask = None if self._causal else batch.real
-            outputs.append(self._attend(q, k, v, mask).transpose(1, 2).flatten(0, 1))
-        together = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return together.index_select(0, plan.places)
+        def attend(batch: PaddedBatch, *parts: torch.Tensor) -> torch.Tensor:
+            q, k, v = (x.transpose(1, 2) for x in parts)
+            return self._attend(q, k, v, None if self._causal else batch.real).transpose(1, 2)
+
+        return plan_padding(lengths, query.device).apply(attend, query, key, value)
 
     def _packed_kernel(self, query: torch.Tensor) -> Callable[..., torch.Tensor] | None:
         if self.masked or (self.dropout and self.training):

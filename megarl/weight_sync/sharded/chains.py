@@ -26,7 +26,8 @@ def chains(
     """Split engine `ranks` that need the same slices into chains. Returns (candidate trainer ranks, chain) pairs.
 
     `holders`: trainer ranks that hold the slices. `by_host`: trainer ranks of each host. A host with a holder starts a
-    chain, since its trainer can send over shared memory; the ranks of other hosts continue the previous chain.
+    chain, since its trainer can send over shared memory; the ranks of other hosts continue the previous chain. If the first
+    host has no holder, it starts one more chain, which any holder may send.
     """
     result: list[tuple[tuple[int, ...], list[int]]] = []
     local_holders: dict[str, tuple[int, ...]] = {}

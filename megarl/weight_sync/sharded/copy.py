@@ -23,17 +23,17 @@ class StreamCopier:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.dtype: torch.dtype = getattr(torch, stream.dtype)
-        numbers = np.arange(len(stream.buckets) + 1)
+        numbers = np.arange(len(stream.bucket_elements) + 1)
         self._starts = np.searchsorted(stream.copies[:, _BUCKET], numbers).tolist()
         self._copies: list[list[int]] = stream.copies[:, _BUCKET + 1 :].tolist()
 
     def nbytes(self, bucket: int) -> int:
-        return int(self.stream.buckets[bucket]) * ITEM_BYTES[self.stream.dtype]
+        return int(self.stream.bucket_elements[bucket]) * ITEM_BYTES[self.stream.dtype]
 
     @property
     def largest(self) -> int:
         """Bytes of the largest bucket."""
-        return max(self.nbytes(bucket) for bucket in range(len(self.stream.buckets)))
+        return max(self.nbytes(bucket) for bucket in range(len(self.stream.bucket_elements)))
 
     def pack(
         self, bucket: int, memory: torch.Tensor, tensor: Callable[[int], torch.Tensor], fingerprinter: Fingerprinter

@@ -46,8 +46,12 @@ class SliceIndex:
 
 
 def index_slices(ranks: str, tables: Sequence[SliceTable], numbers: Mapping[str, int]) -> SliceIndex:
-    """Index the slice tables of all ranks of one side. `numbers`: of the tensors, by name."""
+    """Index the slice tables of all ranks of one side. `numbers`: of the tensors, by name.
+
+    Raises ValueError for a parameter of a dtype that is not in `DTYPES`.
+    """
     distinct, class_of = _classes(tables)
+    _check_dtypes(ranks, distinct)
     entries = np.concatenate([_entries(table, number, numbers) for number, table in enumerate(distinct)])
     entries = entries[np.lexsort(entries.T[::-1])]
     first = np.ones(len(entries), bool)
@@ -56,15 +60,15 @@ def index_slices(ranks: str, tables: Sequence[SliceTable], numbers: Mapping[str,
     classes = np.ascontiguousarray(entries[:, len(SLICE_KEY)])
     group, groups = _groups(classes, starts, class_of)
     return SliceIndex(
-        ranks,
-        distinct,
-        class_of,
-        entries[first, : len(SLICE_KEY)],
-        starts,
-        classes,
-        entries[:, len(SLICE_KEY) + 1],
-        group,
-        groups,
+        ranks=ranks,
+        tables=distinct,
+        class_of=class_of,
+        slices=entries[first, : len(SLICE_KEY)],
+        starts=starts,
+        classes=classes,
+        rows=entries[:, len(SLICE_KEY) + 1],
+        group=group,
+        groups=groups,
     )
 
 
@@ -86,10 +90,15 @@ def intersect(needed: SliceIndex, held: SliceIndex, names: Sequence[str]) -> np.
     return np.column_stack([need, have, regions])
 
 
-def split_pieces(pieces: np.ndarray, item: np.ndarray, limit: int) -> np.ndarray:
+def elements(pieces: np.ndarray) -> np.ndarray:
+    """Return the number of elements of each piece: int64 [n]."""
+    return pieces[:, PIECE_COLUMNS.index("rows")] * pieces[:, PIECE_COLUMNS.index("columns")]
+
+
+def split_pieces(pieces: np.ndarray, item: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
     """Cut `pieces` until none has more than `limit` bytes: by rows, and by columns if one row is larger.
 
-    `item`: bytes of an element of each piece.
+    `item`: bytes of an element of each piece. Returns the parts, and for each the number of its piece.
     """
     rows, columns = pieces[:, 4], pieces[:, 5]
     wide = np.minimum(columns, np.maximum(limit // item, 1))
@@ -104,7 +113,7 @@ def split_pieces(pieces: np.ndarray, item: np.ndarray, limit: int) -> np.ndarray
     cut[:, 3] += column
     cut[:, 4] = np.minimum(high[origin], rows[origin] - row)
     cut[:, 5] = np.minimum(wide[origin], columns[origin] - column)
-    return cut
+    return cut, origin
 
 
 def expand(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -121,6 +130,16 @@ def _classes(tables: Sequence[SliceTable]) -> tuple[tuple[SliceTable, ...], np.n
         distinct.setdefault(table.digest, table)
         class_of.append(numbers.setdefault(table.digest, len(numbers)))
     return tuple(distinct.values()), np.array(class_of, np.int64)
+
+
+def _check_dtypes(ranks: str, tables: Sequence[SliceTable]) -> None:
+    for table in tables:
+        for parameter, dtype in zip(table.parameters, table.dtypes, strict=True):
+            if dtype not in DTYPES:
+                raise ValueError(
+                    f"{ranks} parameter {parameter!r} is {dtype}, but slices are sent as {', '.join(DTYPES[:-1])} or "
+                    f"{DTYPES[-1]}: set weight_sync.route=full"
+                )
 
 
 def _entries(table: SliceTable, number: int, numbers: Mapping[str, int]) -> np.ndarray:

@@ -98,7 +98,7 @@ class ShardedReceiver(Receiver):
         self._version = version
         self._check = SliceFingerprints(self._needed) if self.session.is_checked(version, self._first) else None
         incoming.begin(version, list(self._copiers))
-        self._remaining = {number: len(copier.stream.buckets) for number, copier in self._copiers.items()}
+        self._remaining = {number: len(copier.stream.bucket_elements) for number, copier in self._copiers.items()}
         return None if self._check is None else self._check.add
 
     def receive(self, target: SliceTarget) -> None:
@@ -194,7 +194,7 @@ class ShardedReceiver(Receiver):
         buckets = [
             f"bucket {bucket} of stream {number} from trainer {copier.stream.source}"
             for number, copier in self._copiers.items()
-            for bucket in range(len(copier.stream.buckets))
+            for bucket in range(len(copier.stream.bucket_elements))
             if tensor in copier.names(bucket, self._needed.tensors)
         ]
         return f"{tensor} ({', '.join(buckets)})"

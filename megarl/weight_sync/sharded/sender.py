@@ -148,8 +148,8 @@ class ShardedSender(Sender):
 
 def _interleaved(copiers: dict[int, StreamCopier]) -> Iterator[tuple[int, int]]:
     """Yield (stream, bucket): the first bucket of each stream, then the second of each, so that all engine ranks have work."""
-    longest = max((len(copier.stream.buckets) for copier in copiers.values()), default=0)
+    longest = max((len(copier.stream.bucket_elements) for copier in copiers.values()), default=0)
     for bucket in range(longest):
         for number, copier in copiers.items():
-            if bucket < len(copier.stream.buckets):
+            if bucket < len(copier.stream.bucket_elements):
                 yield number, bucket

@@ -64,12 +64,24 @@ def test_gsm8k_from_parquet_is_the_same(tmp_path):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
+def test_gsm8k_from_a_copy_of_the_hubs_folder_is_the_same(tmp_path):
+    """The hub has the files in a folder per configuration; another configuration has other answers."""
+    for split in ("train", "test"):
+        rows = [json.loads(line) for line in (SAMPLE / f"{split}.jsonl").read_text().splitlines()]
+        write_parquet(tmp_path / "source" / "main" / f"{split}-00000-of-00001.parquet", rows)
+        write_parquet(tmp_path / "source" / "socratic" / f"{split}-00000-of-00001.parquet", rows[:1])
+    gsm8k.prepare(str(SAMPLE), tmp_path / "a")
+    gsm8k.prepare(str(tmp_path / "source"), tmp_path / "b")
+    for name in ("train.parquet", "test.parquet"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
 def test_invalid_gsm8k_sources_are_refused(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"question": "2+2?", "answer": "It is 4."}\n')
     with pytest.raises(ValueError, match=r"train.jsonl, line 1: the answer has no number after '####': ...'It is 4.'"):
         gsm8k.prepare(str(tmp_path), tmp_path / "out")
     (tmp_path / "train.jsonl").write_text('{"question": "2+2?", "answer": "#### 4"}\n')
-    with pytest.raises(ValueError, match=r"neither test.jsonl nor test.parquet, but train.jsonl"):
+    with pytest.raises(ValueError, match=r"have no test\.jsonl, test\.parquet or .*\(they have: train\.jsonl\)"):
         gsm8k.prepare(str(tmp_path), tmp_path / "out")
     assert not (tmp_path / "out").exists()  # nothing half-written
     with pytest.raises(ValueError, match="neither a file, nor a folder, nor a hub name"):

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
@@ -133,9 +134,9 @@ def test_dapo_math_omits_duplicates_and_contradictions_with_counts(tmp_path: Pat
     write_parquet(tmp_path / "hub" / "data" / "dapo-math-17k.parquet", rows * 100)
     result = CliRunner().invoke(app, ["dapo_math", "--source", str(tmp_path / "hub"), "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
-    # 400 rows of 3 prompts: 397 repeat one, and of the 3 one has two answers.
-    assert "397 of 400 rows were omitted as duplicates" in result.output
-    assert "1 prompts were omitted because they have several answers" in result.output
+    # 400 rows of 3 prompts. One prompt has two answers; the other two have 100 rows each.
+    assert "omitted as duplicates: 198 of 400 rows" in result.output
+    assert "omitted because their prompts have several answers: 200 of 400 rows (1 prompt)" in result.output
     written = rows_in(tmp_path / "out" / "train.parquet")
     assert [(row["prompt"][0]["content"], row["reward_model"]["ground_truth"]) for row in written] == [
         ("2+2?", "4"),
@@ -162,7 +163,7 @@ def test_dapo_math_omits_duplicates_and_contradictions_with_counts(tmp_path: Pat
 )
 def test_aime_in_the_columns_of_the_hub(tmp_path: Path, row: dict[str, Any]) -> None:
     summary, notices = aime.prepare(str(write_jsonl(tmp_path / "aime.jsonl", [row, row])), tmp_path, year=2024)
-    assert summary == {tmp_path / "test.parquet": 1} and "1 of 2 rows" in notices[0]
+    assert summary == {tmp_path / "test.parquet": 1} and notices == ["omitted as duplicates: 1 of 2 rows"]
     (prepared,) = rows_in(tmp_path / "test.parquet")
     assert prepared["data_source"] == "aime_2024" and prepared["reward_model"]["ground_truth"] == "25"
     assert prepared["prompt"][0]["content"] == f"{aime.BEFORE}2+23?{aime.AFTER}"
@@ -177,7 +178,10 @@ def test_deepscaler_has_each_problem_once_with_the_math_scorer(tmp_path: Path) -
     ]
     summary, notices = deepscaler.prepare(str(write_jsonl(tmp_path / "deepscaler.jsonl", rows)), tmp_path)
     assert summary == {tmp_path / "train.parquet": 1}
-    assert notices[0].startswith("2 of ") and "1 prompts were omitted because they have several answers" in notices[1]
+    assert notices == [
+        "omitted as duplicates: 1 of 4 rows",
+        "omitted because their prompts have several answers: 2 of 4 rows (1 prompt)",
+    ]
     (prepared,) = rows_in(tmp_path / "train.parquet")
     assert prepared["reward_model"]["ground_truth"] == "\\frac{1}{2}"
     assert prepared["prompt"][0]["content"] == f"Half of 1? {math.INSTRUCTION}"
@@ -286,6 +290,82 @@ def test_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             aime.prepare("math-ai/none", tmp_path, 2025, "test")
 
 
+def test_a_part_of_a_split_is_refused(tmp_path: Path) -> None:
+    """Half of the data would be missing without a word."""
+    shards = [tmp_path / "hub" / "data" / f"train-0000{number}-of-00002.parquet" for number in range(2)]
+    for number, shard in enumerate(shards):
+        write_parquet(shard, [{"problem": f"{number}+1?", "answer": str(number + 1)}])
+    assert deepscaler.prepare(str(tmp_path / "hub"), tmp_path)[0] == {tmp_path / "train.parquet": 2}
+    shards[1].unlink()
+    with pytest.raises(ValueError, match=r"hub has only a part of train: data/train-00000-of-00002\.parquet"):
+        deepscaler.prepare(str(tmp_path / "hub"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_split_in_several_forms_is_refused(tmp_path: Path) -> None:
+    """Only one form would be read, and which one would depend on the program."""
+    row = {"problem": "1+1?", "answer": "2"}
+    write_jsonl(tmp_path / "train.jsonl", [row])
+    write_parquet(tmp_path / "train.parquet", [row])
+    with pytest.raises(ValueError, match=r"has train in several forms: train\.jsonl, train\.parquet\. Keep one"):
+        deepscaler.prepare(str(tmp_path), tmp_path / "out")
+
+
+def test_a_split_in_several_folders_is_refused(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        write_jsonl(tmp_path / folder / "train.jsonl", [{"problem": "1+1?", "answer": "2"}])
+    with pytest.raises(ValueError, match=r"has train in several configurations: one, two\. Name one of these folders"):
+        deepscaler.prepare(str(tmp_path), tmp_path / "out")
+    assert deepscaler.prepare(str(tmp_path / "two"), tmp_path)[0] == {tmp_path / "train.parquet": 1}
+
+
+@pytest.mark.parametrize("form", ["file", "shards", "hub"])
+def test_a_source_without_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """A shard may be empty if another has rows."""
+    row = {"problem": "1+1?", "answer": "2"}
+    with running_hub() as server:
+        use_hub(monkeypatch, server.url, tmp_path / "home")
+        server.dataset("org/empty").commit({"train.jsonl": b""})
+        sources = {"file": tmp_path / "rows.jsonl", "shards": tmp_path / "shards", "hub": "org/empty"}
+        write_jsonl(tmp_path / "rows.jsonl", [])
+        for number in range(2):
+            write_parquet(tmp_path / "shards" / f"train-0000{number}-of-00002.parquet", [row])
+        empty = pyarrow.schema([("problem", pyarrow.string()), ("answer", pyarrow.string())]).empty_table()
+        for number in range(2):
+            if form == "shards" and number:
+                assert deepscaler.prepare(str(sources[form]), tmp_path)[0] == {tmp_path / "train.parquet": 1}
+            pyarrow.parquet.write_table(empty, tmp_path / "shards" / f"train-0000{number}-of-00002.parquet")
+        with pytest.raises(ValueError, match="has no rows"):
+            deepscaler.prepare(str(sources[form]), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_contradictions_are_refused(tmp_path: Path) -> None:
+    rows = [{"problem": "1+1?", "answer": answer} for answer in "23"]
+    with pytest.raises(ValueError, match="every prompt has several answers"):
+        deepscaler.prepare(str(write_jsonl(tmp_path / "rows.jsonl", rows)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_split_in_a_hub_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"hf://openai/gsm8k/main/train.*hf://OWNER/NAME.*the command chooses the split"
+    ):
+        deepscaler.prepare("hf://openai/gsm8k/main/train", tmp_path / "out")
+
+
+def test_a_cached_commit_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub may have newer rows."""
+    with running_hub() as server:
+        use_hub(monkeypatch, server.url, tmp_path / "home")
+        row = {"problem": "1+1?", "answer": "2"}
+        server.dataset("org/rows").commit({"train.jsonl": json.dumps(row).encode()})
+        assert deepscaler.prepare("org/rows", tmp_path / "a").notices == []
+        use_hub(monkeypatch, server.url, tmp_path / "home", offline=True)
+        _, notices = deepscaler.prepare("org/rows", tmp_path / "b")
+        assert len(notices) == 1 and "org/rows is taken from the cache, at commit" in notices[0]
+
+
 @pytest.mark.parametrize("command", ["math", "dapo_math", "deepscaler", "aime", "geo3k", "retool_sft"])
 def test_unreadable_sources_are_refused(tmp_path: Path, command: str) -> None:
     def message(source: Path) -> str:
@@ -295,7 +375,8 @@ def test_unreadable_sources_are_refused(tmp_path: Path, command: str) -> None:
 
     assert "neither a file, nor a folder, nor a hub name" in message(tmp_path / "no" / "such")
     (tmp_path / "empty").mkdir()
-    assert "has neither train.jsonl nor train.parquet, but nothing" in message(tmp_path / "empty")
+    absent = "have no train.jsonl, train.parquet or train-00000-of-*.parquet (they have: nothing)"
+    assert absent in message(tmp_path / "empty")
     if command not in ("math", "geo3k"):  # which have two splits and accept no single file
         assert "no column" in message(write_jsonl(tmp_path / "rows.jsonl", [{"a": 1}]))
         (tmp_path / "rows.csv").write_text("question,answer\n1,2\n")

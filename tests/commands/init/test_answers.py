@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,12 @@ def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_files() -> None:
     assert check_files("a.parquet, hf://org/name/train,b.jsonl") == ("a.parquet", "hf://org/name/train", "b.jsonl")
-    for text, problem in {"a.csv": "neither in .parquet nor in .jsonl", " , ": "at least one file"}.items():
+    problems = {
+        "a.csv": "neither in .parquet nor in .jsonl",
+        " , ": "at least one file",
+        "s3://bucket/a.parquet": "s3://bucket/a.parquet is neither a file on this machine",
+    }
+    for text, problem in problems.items():
         with pytest.raises(ValueError, match=problem):
             check_files(text)
 
@@ -85,6 +91,12 @@ def test_rewards_and_tasks() -> None:
     assert [check_reward(text) for text in ("rows", "gsm8k", "my.rewards:close", "a/b.py:f")]
     with pytest.raises(ValueError, match="did you mean 'gsm8k'"):
         check_reward("gsm8")
+    for text in ("remote", "reward_model", "unscored"):  # the first two need further settings, the third scores nothing
+        with pytest.raises(ValueError, match=f"the scorer '{text}' is unknown") as error:
+            check_reward(text)
+        assert not {"remote", "reward_model", "unscored"} & set(
+            re.findall(r"\w+", str(error.value).partition("Known: ")[2])
+        )
     assert check_task("GRPO") == "grpo"
     with pytest.raises(ValueError, match="grpo, dapo, sft, dpo"):
         check_task("rlhf")

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import resource
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.commands.init.command import InitOptions, init
+from megarl.commands.init.command import InitOptions, init, write_new
+from megarl.commands.init.text import _RATES
 from megarl.commands.plan.options import device_of
 from megarl.commands.plan.preflight import checked
-from megarl.errors import InputError
+from megarl.errors import InputError, RecipeError
+from megarl.hf import published
 from megarl.preflight.load import load_recipe
 from megarl.recipe.header import hardware_of
 
@@ -87,7 +93,8 @@ def test_plan_finds_the_device_in_the_head(devices: str, machine: tuple[str, int
 
 def test_lengths_fit_the_models_context(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 256}')
+    config = published.read("Qwen3-0.6B") | {"max_position_embeddings": 256}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     content = written(devices="2 cpu", model="model")
     assert (content["data"]["max_prompt_length"], content["rollout"]["max_response_length"]) == (128, 128)
 
@@ -98,11 +105,63 @@ def test_a_reward(capsys: pytest.CaptureFixture[str]) -> None:
     assert written(reward="my_rewards:close")["reward"] == {"function": "my_rewards:close"}
 
 
+@pytest.mark.parametrize(
+    ("devices", "config", "problem"),
+    [
+        ("8 H100", {"model_type": "qwen3"}, "hidden_size"),
+        ("2 cpu", {"model_type": "bert", "hidden_size": 64}, "'bert' model"),
+        ("2 cpu", None, r"config\.json is not valid JSON"),
+    ],
+)
+def test_a_model_that_megarl_cannot_train_is_refused(devices: str, config: dict[str, Any] | None, problem: str) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{" if config is None else json.dumps(config))
+    with pytest.raises(RecipeError, match=problem) as error:
+        init(Path("a.yaml"), OPEN._replace(devices=devices, model="model"), ask=False)
+    assert error.value.key == "model.path" and not Path("a.yaml").exists()
+
+
+def test_an_unknown_model_has_a_notice_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    written(devices="2 cpu", model="org/unknown")
+    assert "the config.json of org/unknown cannot be read here" in capsys.readouterr().out
+
+
+def test_an_error_of_the_recipe_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe is checked in a temporary folder, which is gone when the user reads the message."""
+    monkeypatch.setitem(_RATES, "sft", -1.0)
+    with pytest.raises(RecipeError, match=r"actor\.optimizer\.lr") as error:
+        init(Path("a.yaml"), OPEN._replace(task="sft", devices="2 cpu"), ask=False)
+    assert error.value.origin is not None and error.value.origin.startswith("a.yaml")
+    assert "  a.yaml" in str(error.value) and "/tmp" not in str(error.value)
+
+
 def test_an_existing_file_stays() -> None:
     Path("a.yaml").write_text("mine")
     with pytest.raises(InputError, match=r"a\.yaml exists"):
         init(Path("a.yaml"), OPEN, ask=False)
     assert Path("a.yaml").read_text() == "mine"
+
+
+def test_a_folder_that_does_not_exist_is_refused_before_the_questions() -> None:
+    result = CliRunner().invoke(app, ["init", "missing/a.yaml"], input="\n" * 9)
+    assert isinstance(result.exception, InputError) and "the folder missing does not exist" in str(result.exception)
+    assert "Task" not in result.output
+
+
+def test_a_recipe_that_cannot_be_written_leaves_no_part() -> None:
+    """A part would make the next try fail: the file exists."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=r"a\.yaml could not be written: File too large"):
+            write_new(Path("a.yaml"), "name: a\n" * 9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not Path("a.yaml").exists()
+    write_new(Path("a.yaml"), "name: a\n")
+    with pytest.raises(ValueError, match=r"a\.yaml exists"):  # written while the questions were asked
+        write_new(Path("a.yaml"), "name: b\n")
+    assert Path("a.yaml").read_text() == "name: a\n"
 
 
 @pytest.mark.parametrize(
@@ -112,6 +171,7 @@ def test_an_existing_file_stays() -> None:
         ({"devices": "many"}, "--devices: 'many' is not a number"),
         ({"data": "a.csv"}, r"--data: a\.csv ends neither"),
         ({"reward": "gsm8"}, "--reward: the scorer 'gsm8' is unknown"),
+        ({"reward": "remote"}, "--reward: the scorer 'remote' is unknown"),
         ({"task": "sft", "reward": "gsm8k"}, "--reward: the task sft has no reward"),
     ],
 )
@@ -122,7 +182,7 @@ def test_wrong_options(options: dict[str, str], problem: str) -> None:
 
 
 def test_the_file_is_a_recipe() -> None:
-    with pytest.raises(InputError, match=r"ends in \.yaml"):
+    with pytest.raises(InputError, match=r"a\.txt: name it a\.yaml"):
         init(Path("a.txt"), OPEN, ask=False)
 
 
@@ -143,6 +203,33 @@ def test_five_questions() -> None:
         assert result.output.count(f"{question} (") == 1
     fewer = CliRunner().invoke(app, ["init", "b.yaml", "--task", "sft", "--devices", "2 cpu"], input="\n\n")
     assert fewer.exit_code == 0 and "Task" not in fewer.output and "Reward (" not in fewer.output
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [(["--task", "sft", "--reward", "gsm8k"], "--reward: the task sft"), (["--devices", "many"], "--devices: 'many'")],
+)
+def test_options_are_checked_before_the_first_question(options: list[str], problem: str) -> None:
+    result = CliRunner().invoke(app, ["init", "a.yaml", *options], input="\n" * 9)
+    assert isinstance(result.exception, InputError) and problem in str(result.exception)
+    assert "Model (" not in result.output
+
+
+def test_a_reward_of_a_task_without_one_is_refused_at_the_answer() -> None:
+    result = CliRunner().invoke(app, ["init", "a.yaml", "--reward", "gsm8k"], input="sft\n" + "\n" * 9)
+    assert isinstance(result.exception, InputError) and "--reward: the task sft has no reward" in str(result.exception)
+    assert "Model (" not in result.output
+
+
+def test_ctrl_c_at_a_question_stops_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exit status is 130, not that of a wrong answer."""
+
+    def interrupted(*_: Any) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules[typer.prompt.__module__], "visible_prompt_func", interrupted)
+    with pytest.raises(typer.Abort):
+        init(Path("a.yaml"), OPEN, ask=True)
 
 
 def test_an_end_of_input_names_the_option() -> None:

@@ -198,10 +198,11 @@ def test_engine_ranks_receive_the_bytes_they_hold(name: str, model: str, setting
     for rank in (0, len(plan.hosts.engines) - 1):
         need = plan.needed.tables[plan.needed.class_of[rank]]
         got = sum(
-            int(stream.buckets.sum()) * (4 if stream.dtype == "float32" else 2) for stream in plan.streams_to(rank)
+            int(stream.bucket_elements.sum()) * (4 if stream.dtype == "float32" else 2)
+            for stream in plan.streams_to(rank)
         )
         assert got == need.nbytes
-    sent = np.bincount(plan.sources, plan.nbytes, len(plan.hosts.trainers))
+    sent = np.bincount(plan.sources, plan.stream_bytes, len(plan.hosts.trainers))
     assert sent.max() <= 1.2 * sent.mean()
 
 
