@@ -48,7 +48,7 @@ def test_arrays_are_copied(array: np.ndarray) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        np.matrix([[1, 2]]),
+        np.zeros((1, 2)).view(np.matrix),
         np.rec.array([(1, 2)], dtype=[("a", int), ("b", int)]),
         np.array([{}, 1], object),
         np.array(["2024-01-01"], "M8[D]"),

@@ -149,6 +149,6 @@ def test_holes_and_overlaps_are_refused(held: list[SliceTable], message: str) ->
 
 def test_a_dtype_that_no_stream_carries_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"engine parameter '0' is float8_e4m3fn .* float32, bfloat16, float16 or float64"
+        ValueError, match=r"engine parameter '0' is float8_e4m3fn, .* float32, bfloat16, float16 or float64"
     ):
         plan_transfers([whole("w")], [whole("w", dtype="float8_e4m3fn")], Hosts(["a"], ["b"]), MIB)

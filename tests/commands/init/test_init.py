@@ -93,7 +93,7 @@ def test_plan_finds_the_device_in_the_head(devices: str, machine: tuple[str, int
 
 def test_lengths_fit_the_models_context(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    config = published.read("Qwen3-0.6B") | {"max_position_embeddings": 256}
+    config = published.read("Qwen3-4B") | {"max_position_embeddings": 256}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     content = written(devices="2 cpu", model="model")
     assert (content["data"]["max_prompt_length"], content["rollout"]["max_response_length"]) == (128, 128)
@@ -108,7 +108,7 @@ def test_a_reward(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("devices", "config", "problem"),
     [
-        ("8 H100", {"model_type": "qwen3"}, "hidden_size"),
+        ("8 H100", {"model_type": "qwen3"}, "no num_hidden_layers"),
         ("2 cpu", {"model_type": "bert", "hidden_size": 64}, "'bert' model"),
         ("2 cpu", None, r"config\.json is not valid JSON"),
     ],
