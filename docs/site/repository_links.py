@@ -47,7 +47,9 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: Files) -> str:
     """Point links that leave docs/ to the pages of their files."""
-    return outside_fences(markdown, lambda text: LINK.sub(lambda match: match[1] + address(page.file, match[2]) + match[3], text))
+    return outside_fences(
+        markdown, lambda text: LINK.sub(lambda match: match[1] + address(page.file, match[2]) + match[3], text)
+    )
 
 
 def links(markdown: str) -> list[str]:
@@ -83,7 +85,9 @@ def source_of(file: File, target: str) -> str:
     if path in PAGES or path.startswith(f"{DOCS}/") or file.src_uri.startswith("source/"):
         return ""
     if not (REPOSITORY / path).is_file():
-        raise PluginError(f"{file.src_uri} links {target}: {path} is not a file of the repository. Link a file that exists.")
+        raise PluginError(
+            f"{file.src_uri} links {target}: {path} is not a file of the repository. Link a file that exists."
+        )
     return path
 
 

@@ -1,6 +1,6 @@
 """How old the trained tokens of a run are, and what its trainers wait for.
 
-    python -m examples.asynchronous.lag runs/asynchronous
+python -m examples.asynchronous.lag runs/asynchronous
 """
 
 import json
@@ -22,7 +22,10 @@ def table(run: Path) -> str:
     """Return a line per step with the columns of `COLUMNS`; "-" where a step has no such metric."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [[number(step.get(metric)) for metric in COLUMNS.values()] for step in steps if step["step"] > 0]
-    return "\n".join("  ".join(cell.rjust(len(name)) for name, cell in zip(COLUMNS, row, strict=True)) for row in [list(COLUMNS), *rows])
+    return "\n".join(
+        "  ".join(cell.rjust(len(name)) for name, cell in zip(COLUMNS, row, strict=True))
+        for row in [list(COLUMNS), *rows]
+    )
 
 
 def number(value: float | None) -> str:

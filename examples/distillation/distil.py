@@ -1,6 +1,6 @@
 """On-policy distillation of the quickstart's model after RL into its model before RL, and how near the student comes.
 
-    python -m examples.distillation.distil
+python -m examples.distillation.distil
 """
 
 import json

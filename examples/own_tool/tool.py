@@ -1,6 +1,6 @@
 """A tool, the task that needs it, and a warm-up: the policy calls the tool in half of its samples, and guesses in the others.
 
-    python -m examples.own_tool.tool    # writes data/own_tool, and the warmed-up model to runs/own-tool-sft/hf
+python -m examples.own_tool.tool    # writes data/own_tool, and the warmed-up model to runs/own-tool-sft/hf
 """
 
 import random
