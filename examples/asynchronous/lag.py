@@ -1,4 +1,4 @@
-"""How old the trained tokens of a run are, and what its trainers wait for.
+"""Print the age of the tokens that a run trained on, in weight versions, and the seconds of its steps.
 
 python -m examples.asynchronous.lag runs/asynchronous
 """

@@ -14,6 +14,6 @@ def right_and_brief(request):
     return {
         "score": right * (1 + LONGEST_BONUS * brevity),
         "accuracy": float(right),  # what evaluation counts
-        "brevity": brevity,  # a curve of its own: critic/score/brevity/mean
+        "brevity": brevity,  # a separate curve: critic/score/brevity/mean
         "answer": numbers[-1] if numbers else None,  # what majority votes count
     }

@@ -22,6 +22,7 @@ from megarl.cli import app
 from megarl.rewards import ScoreRequest, find, score
 from megarl.types import Turn
 from tests.support.docs_pages import broken_links
+from tests.support.tutorials import forget_user_functions
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -30,6 +31,7 @@ PROJECTS = sorted(path.parent.name for path in EXAMPLES.glob("*/recipe.yaml"))
 
 @pytest.fixture(autouse=True)
 def at_the_top(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_user_functions(monkeypatch)
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
 

@@ -25,6 +25,7 @@ from tests.support.tutorials import (  # fmt: skip
     blocks,
     commands,
     files,
+    forget_user_functions,
     reason_not_to_run,
     workspace,
     write_files,
@@ -37,6 +38,7 @@ SHELL_WORDS = {"source", "export", "docker", "hf", "nvidia-smi", "npu-smi", "sba
 @pytest.fixture
 def place(tmp_path: Path, quickstart_data: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = workspace(tmp_path, quickstart_data)
+    forget_user_functions(monkeypatch)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [str(folder), str(ROOT), *sys.path])
     return folder

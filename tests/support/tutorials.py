@@ -10,6 +10,9 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
+from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from tests.support.stack import ROOT, environment
 
 FOLDER = ROOT / "docs" / "tutorials"
@@ -33,8 +36,8 @@ STATUS = {"python -m megarl compare ": 1}
 
 def blocks(page: str) -> list[tuple[str, str, str]]:
     """Return the code blocks of a page: language, title ("" without one) and content."""
-    found = BLOCK.findall((FOLDER / page).read_text(encoding="utf-8"))
-    return [(language, title, textwrap.dedent(content)) for _, language, title, content in found]
+    matches = BLOCK.findall((FOLDER / page).read_text(encoding="utf-8"))
+    return [(language, title, textwrap.dedent(content)) for _, language, title, content in matches]
 
 
 def files(page: str) -> dict[str, str]:
@@ -65,6 +68,14 @@ def workspace(folder: Path, quickstart_data: Path) -> Path:
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     return folder
+
+
+def forget_user_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove a test's losses and advantages after it, and import their modules again in the next test."""
+    for registry in (ADVANTAGES, LOSSES):
+        monkeypatch.setattr(registry, "_entries", {name: registry[name] for name in registry.names()})
+    for module in ("my_ideas", "my_rewards", "examples.own_loss.loss"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
 
 
 def write_files(page: str, folder: Path) -> None:
