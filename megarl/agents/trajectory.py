@@ -117,9 +117,7 @@ class SampleLoop(Protocol):
 
     begins_with_prompt: bool  # the first turn of a sample continues the row's prompt
 
-    async def run(
-        self, request: GenerationRequest, first: Awaitable[Completion], sample: SampleTurn
-    ) -> Trajectory: ...
+    async def run(self, request: GenerationRequest, first: Awaitable[Completion], sample: SampleTurn) -> Trajectory: ...
 
 
 async def sampled_until_complete(attempts: int, attempt: Callable[[int], Awaitable[Trajectory]]) -> Trajectory:

@@ -10,9 +10,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.registry import import_function
 
 
-def find_loop(
-    path: str, arguments: Mapping[str, Any], verl: Mapping[str, Any], tokenizer: Tokenizer
-) -> AgentLoopClass:
+def find_loop(path: str, arguments: Mapping[str, Any], verl: Mapping[str, Any], tokenizer: Tokenizer) -> AgentLoopClass:
     """Return the loop ``module:Class``, ``file.py:Class``, or of ``file.yaml``.
 
     arguments: `agent.loop_arguments`. verl: the recipe's settings under verl's names (`verl_loops.verl_settings`).

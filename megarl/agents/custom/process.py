@@ -186,5 +186,7 @@ def as_tokens(tokens: Any, place: str) -> tuple[int, ...]:
 
 def _place(error: BaseException) -> str:
     """Return the line of the user's file in which an error was raised."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/megarl/agents/custom/" not in frame.filename]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if "/megarl/agents/custom/" not in frame.filename
+    ]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ def match(
 ) -> Matched:
     """Return a response of at most `most` tokens with the log-probs and versions of the engine's answers.
 
-    A token belongs to the answer that explains most of the response, of several the earliest.
+    A token belongs to the answer that explains most of the response; of several to one with the recipe's settings, then the earliest.
 
     Raises:
         ToolFault: mask and tokens differ in length, no token has the mask, the engine did not sample one of them there, or with
@@ -74,7 +75,7 @@ def match(
 def _owners(prompt: np.ndarray, response: np.ndarray, records: Sequence[Recorded]) -> tuple[np.ndarray, np.ndarray]:
     """Return, for each token of the response, the index of its record, -1 without one, and the token's index in the answer."""
     whole = np.concatenate([prompt, response])
-    found: list[tuple[int, int, int, int]] = []  # (- matching tokens, record, first token, end)
+    found: list[tuple[int, bool, int, int, int]] = []  # (- matching tokens, other settings, record, first token, end)
     for number, record in enumerate(records):
         asked = len(record.tokens)
         start = asked - len(prompt)
@@ -83,9 +84,9 @@ def _owners(prompt: np.ndarray, response: np.ndarray, records: Sequence[Recorded
         answer = record.completion.tokens[: len(whole) - asked]
         different = np.flatnonzero(answer != whole[asked : asked + len(answer)])
         matching = int(different[0]) if len(different) else len(answer)
-        found.append((-matching, number, start, start + matching))
+        found.append((-matching, bool(record.differs), number, start, start + matching))
     owner, offset = np.full(len(response), -1), np.zeros(len(response), int)
-    for _, number, start, end in sorted(found):
+    for _, _, number, start, end in sorted(found):
         free = owner[start:end] < 0
         owner[start:end][free] = number
         offset[start:end][free] = np.arange(end - start)[free]
@@ -107,9 +108,7 @@ def _check(sampled: np.ndarray, owner: np.ndarray, prompt: int, records: Sequenc
             )
 
 
-def _spans(
-    sampled: np.ndarray, owner: np.ndarray, offset: np.ndarray, records: Sequence[Recorded]
-) -> tuple[Span, ...]:
+def _spans(sampled: np.ndarray, owner: np.ndarray, offset: np.ndarray, records: Sequence[Recorded]) -> tuple[Span, ...]:
     spans: list[Span] = []
     for index in np.flatnonzero(sampled).tolist():
         answer = records[owner[index]].completion
@@ -118,6 +117,8 @@ def _spans(
             spans.append(Span(0, version))
         elif version != spans[-1].version:
             spans.append(Span(index, version))
-    if any(later.version < earlier.version for earlier, later in zip(spans, spans[1:], strict=False)):
-        raise ToolFault("its response mixes answers of newer weights before answers of older ones: request them in order")
+    if any(later.version < earlier.version for earlier, later in itertools.pairwise(spans)):
+        raise ToolFault(
+            "its response mixes answers of newer weights before answers of older ones: request them in order"
+        )
     return tuple(spans)

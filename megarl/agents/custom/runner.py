@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from megarl.agents.custom.messages import Facts, Finished, LoopRequest, Wanted
 from megarl.agents.custom.interface import Sampled
+from megarl.agents.custom.messages import Facts, Finished, LoopRequest, Wanted
 from megarl.agents.custom.process import WORK
 from megarl.agents.custom.record import Matched, Recorded, match
 from megarl.agents.tool import Context, ToolFault, ToolUnavailable
@@ -91,9 +92,7 @@ class CustomLoop:
         self.settings, self.title, self.tokenizer = settings, title, tokenizer
         self.pool, self.max_prompt, self.gate = pool, max_prompt, gate
 
-    async def run(
-        self, request: GenerationRequest, first: Awaitable[Completion], sample: SampleTurn
-    ) -> Trajectory:
+    async def run(self, request: GenerationRequest, first: Awaitable[Completion], sample: SampleTurn) -> Trajectory:
         """Run a sample to its end; `sample` makes the loop's requests. `first` is not used: the loop chooses its first request.
 
         A sample that fails is sampled again from its start, with the same seeds. Raises what `sample` raises.
@@ -163,9 +162,8 @@ class CustomLoop:
         )
         differs = ", ".join(f"{name} {value:g}" for name, value in changed.items())
         progress.records.append(Recorded(np.array(wanted.tokens, np.int32), answer, differs))
-        return wanted.number, Sampled(
-            tuple(answer.tokens.tolist()), tuple(answer.log_probs.tolist()), answer.finish_reason, answer.spans  # type: ignore[arg-type]
-        )
+        tokens, log_probs = tuple(answer.tokens.tolist()), tuple(answer.log_probs.tolist())
+        return wanted.number, Sampled(tokens, log_probs, answer.finish_reason, answer.spans)  # type: ignore[arg-type]
 
     def _room(self, request: GenerationRequest, wanted: Wanted) -> int:
         """Return how many tokens the engine may sample. Raises ToolFault for a request that cannot be made."""
@@ -207,8 +205,7 @@ class CustomLoop:
         """Return runs of tokens with and without loss as turns; the last one has the loop's run time."""
         borders = [0, *(np.flatnonzero(np.diff(matched.sampled)) + 1).tolist(), len(matched.tokens)]
         turns = []
-        for start, end in zip(borders, borders[1:], strict=False):
+        for start, end in itertools.pairwise(borders):
             text = self.tokenizer.decode(matched.tokens[start:end].tolist())
             turns.append(Turn("assistant" if matched.sampled[start] else "user", text, tokens=end - start))
         return (*turns[:-1], replace(turns[-1], seconds=seconds))
-

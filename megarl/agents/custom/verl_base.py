@@ -193,10 +193,17 @@ class AgentLoopBase(ABC):
 
 
 def _merged(
-    tokens: list[int], added: list[int], mask: list[int], log_probs: list[float] | None, more: list[float] | None, on: int
+    tokens: list[int],
+    added: list[int],
+    mask: list[int],
+    log_probs: list[float] | None,
+    more: list[float] | None,
+    on: int,
 ) -> tuple[MergedTokens, list[int], list[float] | None]:
+    if log_probs is not None:
+        log_probs = [*log_probs, *(more or [0.0] * len(added))]
     merged = MergedTokens(token_ids=[*tokens, *added], appended_token_count=len(added))
-    return merged, [*mask, *[on] * len(added)], None if log_probs is None else [*log_probs, *(more or [0.0] * len(added))]
+    return merged, [*mask, *[on] * len(added)], log_probs
 
 
 def register(agent_name: str) -> Callable[[C], C]:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.agents import verl_stand_in
 from megarl.agents.custom.interface import AgentLoopClass, LoopSample, Response
 from megarl.agents.tool import ToolFault
 from megarl.agents.tool_responses import AnswerTokens, ReplyTokens
@@ -103,7 +102,9 @@ def loops_of_file(
     def create(sample: LoopSample) -> _VerlLoop:
         name = sample.context.extra_info.get(AGENT_NAME) or default
         if name not in makers:
-            hint = ": verl's own loops are not run here" if name in _BUILT_IN else f"; or set {_DEFAULT} in agent.loop_arguments"
+            hint = f"; or set {_DEFAULT} in agent.loop_arguments"
+            if name in _BUILT_IN:
+                hint = ": verl's own loops are not run here"
             raise ToolFault(f"the row's {AGENT_NAME} is {name!r}, and the file has {', '.join(makers)}{hint}")
         return _VerlLoop(makers[name])
 
@@ -141,7 +142,9 @@ class _Maker:
 
     def __init__(self, class_: Any, keywords: Mapping[str, Any], config: Any, tokenizer: Tokenizer) -> None:
         if not isinstance(tokenizer, HuggingFaceTokenizer):
-            raise ValueError(f"agent loops of verl need a tokenizer of transformers, and {tokenizer.directory} has none")
+            raise ValueError(
+                f"agent loops of verl need a tokenizer of transformers, and {tokenizer.directory} has none"
+            )
         self.class_, self.keywords, self.config, self.tokenizer = class_, keywords, config, tokenizer
         self.hf_tokenizer = _returning_lists(tokenizer.hugging_face)
         self._prepared = False
@@ -244,7 +247,9 @@ def server_of(sample: LoopSample, tokenizer: Tokenizer, config: Any) -> Any:
         if roles and set(roles) == {"tool"}:
             answers = [(str(message.get("name", "tool")), message["content"]) for message in messages]
             return AnswerTokens(tokenizer, template_args, _NO_LIMIT).tokens(answers)
-        raise ToolFault(f"it appends messages of {roles}: without verl, megarl appends one of the user, or those of tools")
+        raise ToolFault(
+            f"it appends messages of {roles}: without verl, megarl appends one of the user, or those of tools"
+        )
 
     made = type("PolicyServer", (base,), {"generate": generate, "between": between})
     return object.__new__(made)
@@ -252,7 +257,9 @@ def server_of(sample: LoopSample, tokenizer: Tokenizer, config: Any) -> Any:
 
 def _ids(prompt_ids: Any) -> Any:
     """Return token ids; transformers 5 returns them in a mapping."""
-    return prompt_ids["input_ids"] if isinstance(prompt_ids, Mapping) or hasattr(prompt_ids, "input_ids") else prompt_ids
+    return (
+        prompt_ids["input_ids"] if isinstance(prompt_ids, Mapping) or hasattr(prompt_ids, "input_ids") else prompt_ids
+    )
 
 
 def _settings(params: Mapping[str, Any], sample: LoopSample) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from megarl.recipe.urls import check_headers, check_url
 def agent_errors(recipe: Recipe) -> Iterator[ValueError]:
     agent = recipe.agent
     if not agent.is_used:
-        remedy = "name a tool in agent.tools, a server in agent.mcp, a user in agent.interaction or your loop in agent.loop"
+        remedy = (
+            "name a tool in agent.tools, a server in agent.mcp, a user in agent.interaction or your loop in agent.loop"
+        )
         yield from unused_section_errors("agent", agent, "no tool, interaction or loop is named", remedy)
         return
     if recipe.train.source != "rollout":
