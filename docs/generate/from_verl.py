@@ -90,13 +90,17 @@ The YAML file of `multi_turn.tool_config_path` becomes `agent.tools`, and its cl
 ones; verl's tool agent loop creates an instance for each call. As in verl, the rewards of tools reach the reward function
 (`extra_info["tool_rewards"]`) and are not added to the reward: `agent.tool_rewards: scorer`. For other tools give
 `agent.tools='["my_tools:search"]'` after the file ([agents.md](agents.md#write-a-tool)); verl's code sandbox is
-`code_interpreter`. The limits of turns and of calls per turn are converted. MCP entries of the YAML file (use `agent.mcp`) and agent
-loops of your own are errors.
+`code_interpreter`. The limits of turns and of calls per turn are converted. MCP entries of the YAML file (use `agent.mcp`) are errors.
 
 The YAML file of `multi_turn.interaction_config_path` becomes `agent.interaction`, and its classes
 [run unchanged](interactions.md#interactions-of-verl). As in verl, the scores of turns reach the reward function
 (`extra_info["turn_scores"]`) and are not added to the reward. verl's response ends with the reply that ends the conversation, masked;
 megarl's ends before it.
+
+The YAML file of `agent.agent_loop_config_path` becomes `agent.loop`, and its classes
+[run unchanged](agent_loops.md#agent-loops-of-verl), with the options of `multi_turn` as `agent.loop_arguments`. A row without
+`agent_name` has the file's only loop; in verl it has `single_turn_agent`. Managers of your own (`agent_loop_manager_class`), and tools of
+`tool_config_path` in such a loop, are errors.
 
 ## Asynchronous runs
 
