@@ -119,3 +119,21 @@ class Careful:
             return response
         finally:
             lock.unlink()
+
+
+@agent_loop
+class EvenTokens:
+    """Two turns with a fixed text between them; the reward is the share of even token ids, of which a random policy has a half."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    async def run(self, sample: LoopSample) -> Response:
+        response = Response()
+        response.add_sampled(await sample.generate(sample.prompt, max_tokens=self.length))
+        response.add(sample.reply_tokens("Go on"))
+        tokens = [*sample.prompt, *response.tokens]
+        response.add_sampled(await sample.generate(tokens, max_tokens=self.length))
+        said = [token for token, counts in zip(response.tokens, response.mask, strict=True) if counts]
+        response.reward = sum(token % 2 == 0 for token in said) / len(said)
+        return response
