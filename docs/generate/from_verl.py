@@ -34,6 +34,7 @@ megarl evaluates variables, arrays, arithmetic, `if`, `case`, loops, functions a
 | `$HOME`, `$(pwd)`, `$0`, `$(date)` | values of this machine at the time of the conversion, with a note if the training command uses them |
 | `python3 -c 'import NAME'` | whether the package is installed on this machine, with a note |
 | `$(command)`, `[ -f FILE ]`, the success of a command | unknown: both paths are followed, and an error if the training command depends on it |
+| a path with a slash that `[ -d FOLDER ]` chooses | `???`, as above |
 | a check that exits if an argument or a file is missing | skipped |
 
 `set -e` ends the script as in bash. A value that needs one of these forms is unknown: brace expansion, `$'...\\n'`, `${!NAME}`,

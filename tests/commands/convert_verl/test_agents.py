@@ -97,3 +97,14 @@ def test_verls_agent_loops_are_carried_over() -> None:
 def test_what_agent_loops_cannot_have_is_refused(more: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         convert(f"{GRPO} {LOOPS}=loops.yaml {more}", [])
+
+
+def test_a_path_that_a_file_on_the_runs_machine_chooses_stays_open() -> None:
+    """Other options need its value."""
+    chosen = 'm=$HOME/models/small\nif [ ! -d "$m" ]; then\n  m=Qwen/small\nfi\n'
+    converted = convert(f"{chosen}{GRPO} actor_rollout_ref.model.path=$m", [])
+    assert yaml.safe_load(converted.text)["model"]["path"] == "???"
+    assert any("actor_rollout_ref.model.path=$m" in note for note in converted.notes)
+    assert settings(f"{chosen}{GRPO} actor_rollout_ref.model.path=$m", "model.path=x/y")["model.path"] == "x/y"
+    with pytest.raises(InputError, match="the value of \\$m is unknown: line 2 sets it under a condition"):
+        convert(f"{chosen}{GRPO} algorithm.adv_estimator=$m", [])
