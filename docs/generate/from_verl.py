@@ -170,7 +170,7 @@ Scripts that become a recipe as they stand, without arguments, of all scripts th
 | reason | verl | verl-recipe | January 2026 |
 |---|---|---|---|
 | another trainer: diffusion models, PRIME, FlowRL, SPIN, SPO, Atropos, exploration bonuses | - | 10 | - |
-| custom agent loops | - | 7 | - |
+| managers of agent loops, and a manager of rewards with its agent loop | - | 4 | - |
 | layers for multi-token prediction | 5 | - | 1 |
 | engines with fp8 weights | - | 4 | - |
 | training with simulated quantization (QAT) | - | 4 | - |
@@ -179,6 +179,8 @@ Scripts that become a recipe as they stand, without arguments, of all scripts th
 | environments of robots | - | - | 2 |
 | custom samplers | - | - | 2 |
 | two training commands, depending on the machine | 2 | - | - |
+| fewer devices than the layout needs, unless the environment sets their number | - | 2 | - |
+| log-probs at another temperature than 1 with top_p | - | 1 | - |
 | evaluation alone, of a checkpoint from an argument | - | 1 | - |
 | token rewards from a teacher without old log-probs | 1 | - | - |
 | weights of the correction with mean 1 in a loss without old log-probs | 1 | - | 1 |

@@ -171,10 +171,16 @@ def test_a_loop_may_write_its_prompt_and_train_on_a_part() -> None:
     tokens = vectors(request, done, "", "", True)
     assert tokens.tokens.tolist() == [*prompt, *turn] and tokens.loss_mask.sum() == len(turn) - half
     sample = control_data(request, 0, done, Score(1.0), qwen3().decode, True)
-    assert (sample.prompt_length, sample.loss_tokens, sample.length) == (len(prompt), len(turn) - half, len(tokens.tokens))
+    assert (sample.prompt_length, sample.loss_tokens, sample.length) == (
+        len(prompt),
+        len(turn) - half,
+        len(tokens.tokens),
+    )
 
 
-@pytest.mark.parametrize(("settings", "requests", "reason"), [({"max_turns": 3}, 3, "turns"), ({"room": 25}, 0, "length")])
+@pytest.mark.parametrize(
+    ("settings", "requests", "reason"), [({"max_turns": 3}, 3, "turns"), ({"room": 25}, 0, "length")]
+)
 def test_limits_end_a_loop_that_never_ends(settings: dict[str, Any], requests: int, reason: str) -> None:
     """A request beyond a limit returns no tokens."""
     policy = Policy(["again and again"])
@@ -187,7 +193,9 @@ def test_limits_end_a_loop_that_never_ends(settings: dict[str, Any], requests: i
 # ---- the record of the engine's answers
 
 
-def recorded(asked: Sequence[int], answer: Sequence[int], base: float, version: int = 0, reason: str = "stop") -> Recorded:
+def recorded(
+    asked: Sequence[int], answer: Sequence[int], base: float, version: int = 0, reason: str = "stop"
+) -> Recorded:
     log_probs = base - np.arange(len(answer), dtype=np.float32)
     completion = Completion(np.array(answer, np.int32), log_probs, reason, spans=(Span(0, version),))
     return Recorded(np.array(asked, np.int32), completion)
@@ -217,7 +225,11 @@ def test_a_response_is_cut_at_the_limit() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "problem"),
-    [([2, 9, 4], "token 1 of its response has the mask"), ([9, 3, 4], "token 0"), ([2, 3, 4, 4], "after the 4 tokens before it")],
+    [
+        ([2, 9, 4], "token 1 of its response has the mask"),
+        ([9, 3, 4], "token 0"),
+        ([2, 3, 4, 4], "after the 4 tokens before it"),
+    ],
 )
 def test_a_token_that_the_engine_did_not_sample_there_is_refused(tokens: list[int], problem: str) -> None:
     with pytest.raises(ToolFault, match=problem):

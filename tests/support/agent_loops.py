@@ -33,7 +33,9 @@ class BestOfTwo:
     async def run(self, sample: LoopSample) -> Response:
         turns = await asyncio.gather(sample.generate(sample.prompt), sample.generate(sample.prompt))
         shorter, longer = sorted(turns, key=lambda turn: len(turn.tokens))
-        response = Response(reward=len(longer.tokens) - len(shorter.tokens), extra_info={"shorter": len(shorter.tokens)})
+        response = Response(
+            reward=len(longer.tokens) - len(shorter.tokens), extra_info={"shorter": len(shorter.tokens)}
+        )
         response.add_sampled(longer)
         return response
 

@@ -69,12 +69,18 @@ LOOPS = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 def test_verls_agent_loops_are_carried_over() -> None:
     """With the options that a loop may read; megarl's limits of its own loop are not verl's."""
     option = "actor_rollout_ref.rollout.multi_turn."
-    command = f"{GRPO} {LOOPS}=loops.yaml {option}max_user_turns=2 {option}max_parallel_calls=3 {option}num_repeat_rollouts=3"
+    command = (
+        f"{GRPO} {LOOPS}=loops.yaml {option}max_user_turns=2 {option}max_parallel_calls=3 {option}num_repeat_rollouts=3"
+    )
     agent = yaml.safe_load(convert(command, []).text)["agent"]
     assert agent == {
         "max_turns": 1000,
         "loop": "loops.yaml",
-        "loop_arguments": {f"{option}max_user_turns": 2, f"{option}max_parallel_calls": 3, f"{option}num_repeat_rollouts": 3},
+        "loop_arguments": {
+            f"{option}max_user_turns": 2,
+            f"{option}max_parallel_calls": 3,
+            f"{option}num_repeat_rollouts": 3,
+        },
     }
     default = "actor_rollout_ref.rollout.agent.default_agent_loop"
     named = yaml.safe_load(convert(f"{GRPO} {LOOPS}=loops.yaml {default}=mine", []).text)["agent"]
@@ -91,7 +97,10 @@ def test_verls_agent_loops_are_carried_over() -> None:
     [
         ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "not passed to agent loops"),
         ("actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager", "no manager of your own"),
-        ("actor_rollout_ref.actor.megatron.router_replay.mode=R3", "the requests of agent.loop=loops.yaml are separate"),
+        (
+            "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
+            "the requests of agent.loop=loops.yaml are separate",
+        ),
     ],
 )
 def test_what_agent_loops_cannot_have_is_refused(more: str, words: str) -> None:
