@@ -98,7 +98,7 @@ The YAML file of `multi_turn.interaction_config_path` becomes `agent.interaction
 (`extra_info["turn_scores"]`) and are not added to the reward. verl's response ends with the reply that ends the conversation, masked;
 megarl's ends before it.
 
-The YAML file of `agent.agent_loop_config_path` becomes `agent.loop`, and its classes
+The YAML file of `agent_loop_config_path` becomes `agent.loop`, and its classes
 [run unchanged](agent_loops.md#agent-loops-of-verl), with the options of `multi_turn` as `agent.loop_arguments`. A row without
 `agent_name` has the file's only loop; in verl it has `single_turn_agent`. Managers of your own (`agent_loop_manager_class`), and tools of
 `tool_config_path` in such a loop, are errors.
