@@ -1,4 +1,4 @@
-"""Agent loops of the user: what is trained on is what the engine sampled, and failures are never the policy's."""
+"""Agent loops of the user: the loss counts tokens that the engine sampled there, and failures are never the policy's."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def play(
     return asyncio.run(run()), pool
 
 
-# ---- what is trained on
+# ---- tokens of the loss
 
 
 def test_a_loop_hand_worked() -> None:
@@ -261,6 +261,7 @@ def test_answers_of_newer_weights_before_older_ones_are_refused() -> None:
         ("empty request", "error", "its request 1 has no tokens"),
         ("foreign tokens", "error", "its request 1 has token ids outside 0 to"),
         ("no room", "error", "max_tokens=0: give at least 1"),
+        ("top_p", "error", "its request 1 asks for top_p=2.0, which the engine does not know"),
     ],
 )
 def test_failures_cost_the_sample_and_name_the_loop(fails: str, kind: str, words: str) -> None:

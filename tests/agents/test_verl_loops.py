@@ -120,7 +120,7 @@ SUMS = {"name": "sums", "_target_": f"{OWN}.SumLoop"}
         ([{**SUMS, "_target_": "tests.support.agent_loops.SecondLook"}], {}, "not derived from verl's AgentLoopBase"),
         ([{**SUMS, "_target_": "verl.experimental.fully_async_policy.x.Y"}], {}, "verl is not installed"),
         ([SUMS, SUMS], {}, "its name is 'sums', and each loop needs one"),
-        ([SUMS], {"max_user_turns": 2}, "'max_user_turns' is no option of verl"),
+        ([SUMS], {"max_user_turns": 2}, "'max_user_turns' is not an option of verl"),
         (
             [SUMS],
             {"actor_rollout_ref.rollout.multi_turn.tool_config_path": "tools.yaml"},

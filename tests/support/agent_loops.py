@@ -89,6 +89,8 @@ class Broken:
             await sample.generate([10**6])
         if kind == "no room":
             await sample.generate(sample.prompt, max_tokens=0)
+        if kind == "top_p":
+            await sample.generate(sample.prompt, top_p=2.0)
         if kind == "hangs":
             subprocess.Popen(["sleep", "300"])
             time.sleep(300)

@@ -50,7 +50,7 @@ class SampleProcess:
 
     def __init__(self, loop: AgentLoopClass, tokenizer: Tokenizer, reply_tokens: Callable[[str], list[int]]) -> None:
         self._loop, self._tokenizer, self._reply_tokens = loop, tokenizer, reply_tokens
-        self._task: asyncio.Task[Any] | None = None
+        self._task: asyncio.Task[Finished] | None = None
         self._requests: _Requests
 
     async def run(self, request: LoopRequest) -> Answer:
@@ -79,12 +79,12 @@ class SampleProcess:
     async def _made(self, sample: LoopSample) -> Finished:
         return finished(await self._loop.create(sample).run(sample))
 
-    def _result(self, task: asyncio.Task[Any]) -> Finished | UnavailableNow:
+    def _result(self, task: asyncio.Task[Finished]) -> Finished | UnavailableNow:
         if task.cancelled():
             return UnavailableNow("it was cancelled", is_outage=False)
         error = task.exception()
         if error is None:
-            return task.result()  # type: ignore[no-any-return]
+            return task.result()
         if isinstance(error, ToolUnavailable):
             return UnavailableNow(str(error), error.is_outage)
         return UnavailableNow(f"{type(error).__name__}: {error}{_place(error)}", is_outage=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import itertools
+import math
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -146,10 +147,13 @@ class CustomLoop:
         if wanted.number >= self.settings.max_turns or limit < 1:
             progress.refused = "length" if limit < 1 else "turns"
             return wanted.number, Sampled((), (), progress.refused)  # type: ignore[arg-type]
-        try:
-            sampling = replace(request.sampling, max_tokens=limit, **wanted.settings)
-        except TypeError as error:
-            raise ToolFault(f"its request {wanted.number} cannot be made: {error}") from error
+        for name, value in wanted.settings.items():
+            if not _is_valid(name, value):
+                raise ToolFault(
+                    f"its request {wanted.number} asks for {name}={value!r}, which the engine does not know"
+                )
+        given: dict[str, Any] = dict(wanted.settings)
+        sampling = replace(request.sampling, max_tokens=limit, **given)
         changed = {name: value for name, value in wanted.settings.items() if value != getattr(request.sampling, name)}
         prompt = request.prompt
         answer = await sample(
@@ -172,8 +176,8 @@ class CustomLoop:
             raise ToolFault(f"its request {wanted.number} has no tokens")
         if min(wanted.tokens) < 0 or max(wanted.tokens) >= vocabulary:
             raise ToolFault(f"its request {wanted.number} has token ids outside 0 to {vocabulary - 1}")
-        if wanted.max_tokens is not None and wanted.max_tokens < 1:
-            raise ToolFault(f"its request {wanted.number} asks for max_tokens={wanted.max_tokens}: give at least 1")
+        if wanted.max_tokens is not None and not (isinstance(wanted.max_tokens, int) and wanted.max_tokens >= 1):
+            raise ToolFault(f"its request {wanted.number} asks for max_tokens={wanted.max_tokens!r}: give at least 1")
         prompt = request.prompt.tokens
         extends = wanted.tokens[: len(prompt)] == prompt
         room = min(most, (len(prompt) if extends else self.max_prompt) + most - count)
@@ -209,3 +213,12 @@ class CustomLoop:
             text = self.tokenizer.decode(matched.tokens[start:end].tolist())
             turns.append(Turn("assistant" if matched.sampled[start] else "user", text, tokens=end - start))
         return (*turns[:-1], replace(turns[-1], seconds=seconds))
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    """Return whether an engine accepts a setting: an invalid one must not end the run."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        return False
+    if name == "top_k":
+        return isinstance(value, int) and (value == -1 or value >= 1)
+    return value >= 0 if name == "temperature" else 0 < value <= 1

@@ -36,7 +36,7 @@ _NO_LIMIT = 1 << 20  # tokens of a message that the loop appends
 
 
 def verl_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's settings under verl's names, as a loop reads them. Those that megarl lacks have verl's defaults."""
+    """Return the recipe's settings under verl's names, as a loop reads them. Settings that megarl lacks have verl's defaults."""
     data, rollout = recipe.data, recipe.rollout
     multi_turn = {
         "enable": True, "max_assistant_turns": None, "max_user_turns": None, "max_parallel_calls": 1,
@@ -129,7 +129,9 @@ def _config(arguments: Mapping[str, Any], verl: Mapping[str, Any]) -> Any:
     config = OmegaConf.create(dict(verl))
     for name, value in arguments.items():
         if "." not in name:
-            raise ValueError(f"agent.loop_arguments: {name!r} is no option of verl: give its whole name, as {_DEFAULT}")
+            raise ValueError(
+                f"agent.loop_arguments: {name!r} is not an option of verl: give its whole name, as {_DEFAULT}"
+            )
         if value is not None and name in _REFUSED:
             raise ValueError(f"agent.loop_arguments: {name}: {_REFUSED[name]}")
         OmegaConf.update(config, name, value, force_add=True)
@@ -227,7 +229,7 @@ def response_of(output: Any) -> Response:
 def server_of(sample: LoopSample, tokenizer: Tokenizer, config: Any) -> Any:
     """Return the object `server_manager` of a sample. It is of verl's class, for loops that check it."""
     loop = importlib.import_module(_LOOP)
-    base = getattr(loop, "AsyncLLMServerManager", None) or getattr(loop, "LLMServerClient", object)
+    base: Any = getattr(loop, "AsyncLLMServerManager", None) or getattr(loop, "LLMServerClient", object)
     template_args = dict(config.data.apply_chat_template_kwargs)
 
     async def generate(
@@ -248,7 +250,7 @@ def server_of(sample: LoopSample, tokenizer: Tokenizer, config: Any) -> Any:
             answers = [(str(message.get("name", "tool")), message["content"]) for message in messages]
             return AnswerTokens(tokenizer, template_args, _NO_LIMIT).tokens(answers)
         raise ToolFault(
-            f"it appends messages of {roles}: without verl, megarl appends one of the user, or those of tools"
+            f"it appends messages of {roles}: without verl, megarl appends one message of the user, or messages of tools"
         )
 
     made = type("PolicyServer", (base,), {"generate": generate, "between": between})
