@@ -190,6 +190,17 @@ def test_limits_end_a_loop_that_never_ends(settings: dict[str, Any], requests: i
     assert len(done.tokens) <= settings.get("room", 200) and done.sampled.all()
 
 
+def test_ids_that_the_tokenizer_lacks_may_follow_if_the_policy_sampled_them() -> None:
+    """The output layer of a model may be wider than its tokenizer."""
+    answers = [Completion(np.array([token, 9], np.int32), np.zeros(2, np.float32), "length") for token in (10**5, 8, 7)]
+
+    async def sample(request: GenerationRequest) -> Completion:
+        return answers.pop(0)
+
+    done, _ = play("Endless", sample, max_turns=3)
+    assert done.failure is None and done.tokens.tolist() == [10**5, 9, 8, 9, 7, 9], done.failure
+
+
 # ---- the record of the engine's answers
 
 

@@ -143,7 +143,7 @@ class CustomLoop:
         self, request: GenerationRequest, wanted: Wanted, progress: _Progress, sample: SampleTurn
     ) -> tuple[int, Sampled]:
         """Return the number of a request and the engine's answer, which is recorded. Raises ToolFault for an invalid request."""
-        limit = self._room(request, wanted)
+        limit = self._room(request, wanted, progress)
         if wanted.number >= self.settings.max_turns or limit < 1:
             progress.refused = "length" if limit < 1 else "turns"
             return wanted.number, Sampled((), (), progress.refused)  # type: ignore[arg-type]
@@ -169,12 +169,16 @@ class CustomLoop:
         tokens, log_probs = tuple(answer.tokens.tolist()), tuple(answer.log_probs.tolist())
         return wanted.number, Sampled(tokens, log_probs, answer.finish_reason, answer.spans)  # type: ignore[arg-type]
 
-    def _room(self, request: GenerationRequest, wanted: Wanted) -> int:
-        """Return how many tokens the engine may sample. Raises ToolFault for a request that cannot be made."""
+    def _room(self, request: GenerationRequest, wanted: Wanted, progress: _Progress) -> int:
+        """Return how many tokens the engine may sample. Raises ToolFault for a request that cannot be made.
+
+        A model may have more token ids than its tokenizer: those that it has sampled may be in a request.
+        """
         count, most, vocabulary = len(wanted.tokens), request.sampling.max_tokens, self.tokenizer.vocab_size
         if not count:
             raise ToolFault(f"its request {wanted.number} has no tokens")
-        if min(wanted.tokens) < 0 or max(wanted.tokens) >= vocabulary:
+        foreign = {token for token in wanted.tokens if not 0 <= token < vocabulary}
+        if foreign and not foreign <= {token for each in progress.records for token in each.completion.tokens.tolist()}:
             raise ToolFault(f"its request {wanted.number} has token ids outside 0 to {vocabulary - 1}")
         if wanted.max_tokens is not None and not (isinstance(wanted.max_tokens, int) and wanted.max_tokens >= 1):
             raise ToolFault(f"its request {wanted.number} asks for max_tokens={wanted.max_tokens!r}: give at least 1")
