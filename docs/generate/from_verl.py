@@ -34,6 +34,7 @@ megarl evaluates variables, arrays, arithmetic, `if`, `case`, loops, functions a
 | `$HOME`, `$(pwd)`, `$0`, `$(date)` | values of this machine at the time of the conversion, with a note if the training command uses them |
 | `python3 -c 'import NAME'` | whether the package is installed on this machine, with a note |
 | `$(command)`, `[ -f FILE ]`, the success of a command | unknown: both paths are followed, and an error if the training command depends on it |
+| a path with a slash that `[ -d FOLDER ]` chooses | `???`, as above |
 | a check that exits if an argument or a file is missing | skipped |
 
 `set -e` ends the script as in bash. A value that needs one of these forms is unknown: brace expansion, `$'...\\n'`, `${!NAME}`,
@@ -90,13 +91,17 @@ The YAML file of `multi_turn.tool_config_path` becomes `agent.tools`, and its cl
 ones; verl's tool agent loop creates an instance for each call. As in verl, the rewards of tools reach the reward function
 (`extra_info["tool_rewards"]`) and are not added to the reward: `agent.tool_rewards: scorer`. For other tools give
 `agent.tools='["my_tools:search"]'` after the file ([agents.md](agents.md#write-a-tool)); verl's code sandbox is
-`code_interpreter`. The limits of turns and of calls per turn are converted. MCP entries of the YAML file (use `agent.mcp`) and agent
-loops of your own are errors.
+`code_interpreter`. The limits of turns and of calls per turn are converted. MCP entries of the YAML file (use `agent.mcp`) are errors.
 
 The YAML file of `multi_turn.interaction_config_path` becomes `agent.interaction`, and its classes
 [run unchanged](interactions.md#interactions-of-verl). As in verl, the scores of turns reach the reward function
 (`extra_info["turn_scores"]`) and are not added to the reward. verl's response ends with the reply that ends the conversation, masked;
 megarl's ends before it.
+
+The YAML file of `agent_loop_config_path` becomes `agent.loop`, and its classes
+[run unchanged](agent_loops.md#agent-loops-of-verl), with the options of `multi_turn` as `agent.loop_arguments`. A row without
+`agent_name` has the file's only loop; in verl it has `single_turn_agent`. Managers of your own (`agent_loop_manager_class`), and tools of
+`tool_config_path` in such a loop, are errors.
 
 ## Asynchronous runs
 
@@ -165,7 +170,7 @@ Scripts that become a recipe as they stand, without arguments, of all scripts th
 | reason | verl | verl-recipe | January 2026 |
 |---|---|---|---|
 | another trainer: diffusion models, PRIME, FlowRL, SPIN, SPO, Atropos, exploration bonuses | - | 10 | - |
-| custom agent loops | - | 7 | - |
+| managers of agent loops, and a manager of rewards with its agent loop | - | 4 | - |
 | layers for multi-token prediction | 5 | - | 1 |
 | engines with fp8 weights | - | 4 | - |
 | training with simulated quantization (QAT) | - | 4 | - |
@@ -174,6 +179,8 @@ Scripts that become a recipe as they stand, without arguments, of all scripts th
 | environments of robots | - | - | 2 |
 | custom samplers | - | - | 2 |
 | two training commands, depending on the machine | 2 | - | - |
+| fewer devices than the layout needs, unless the environment sets their number | - | 2 | - |
+| log-probs at another temperature than 1 with top_p | - | 1 | - |
 | evaluation alone, of a checkpoint from an argument | - | 1 | - |
 | token rewards from a teacher without old log-probs | 1 | - | - |
 | weights of the correction with mean 1 in a loss without old log-probs | 1 | - | 1 |

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megarl import agents
 from megarl.agents import Tool, ToolUnavailable
 from megarl.agents.call_formats import CALL_END, GPT_OSS, format_of
+from megarl.agents.custom.find import find_loop
+from megarl.agents.custom.runner import CustomLoop, LoopPool
+from megarl.agents.custom.verl_loops import verl_settings
 from megarl.agents.interactions import find_interaction
 from megarl.agents.mcp_tools import McpTools
 from megarl.agents.python_tools import PythonTools
 from megarl.agents.tool_responses import AnswerTokens, ReplyTokens
 from megarl.agents.toolbox import Caller, Toolbox
-from megarl.agents.trajectory import AgentLoop
+from megarl.agents.trajectory import AgentLoop, SampleLoop
 from megarl.cluster.call_gate import CallGate, CallGates
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import NotHereError, RecipeError, as_recipe_error
@@ -29,13 +32,24 @@ class AgentSetup:
     agent: AgentConfig
     template_args: dict[str, Any]  # for the chat template
     settings: dict[str, Any]  # for `Tool.prepare`
+    verl: dict[str, Any] = field(default_factory=dict)  # for `agent.loop`: the recipe under verl's names
+    chat_template: bool | str = True
+    max_prompt: int = 0  # tokens
 
     @classmethod
     def of(cls, recipe: Recipe) -> AgentSetup | None:
         """Return the setup of a recipe, or None if it has no agent loop."""
         if not recipe.agent.is_used:
             return None
-        return cls(recipe.agent, dict(recipe.data.chat_template_args), {"sandbox": asdict(recipe.sandbox)})
+        data = recipe.data
+        return cls(
+            agent=recipe.agent,
+            template_args=dict(data.chat_template_args),
+            settings={"sandbox": asdict(recipe.sandbox)},
+            verl=verl_settings(recipe) if recipe.agent.loop else {},
+            chat_template=data.chat_template,
+            max_prompt=data.max_prompt_length,
+        )
 
 
 class Agents:
@@ -50,10 +64,13 @@ class Agents:
             self._paths[find_interaction(agent.interaction).name] = agent.interaction
         self._python: PythonTools | None = None
         self._servers: list[McpTools] = []
+        self._loops: LoopPool | None = None
 
-    async def start(self) -> AgentLoop:
+    async def start(self) -> SampleLoop:
         """Build the loop, once all tools can be called. Raises RuntimeError if one cannot."""
         agent = self._setup.agent
+        if agent.loop is not None:
+            return await self._start_custom(agent.loop)
         callers: dict[str, Caller] = {}
         gates: dict[str, CallGate] = {}
         tools = [agents.find(path) for path in self._paths.values()]
@@ -84,8 +101,25 @@ class Agents:
             ReplyTokens(*arguments) if agent.interaction else None,
         )
 
+    async def _start_custom(self, path: str) -> CustomLoop:
+        setup, agent, tokenizer = self._setup, self._setup.agent, self._tokenizer
+        settings = {
+            "tokenizer": str(tokenizer.directory),
+            "chat_template": setup.chat_template,
+            "template_args": setup.template_args,
+            "max_answer_tokens": agent.max_answer_tokens,
+            "arguments": agent.loop_arguments,
+            "verl": setup.verl,
+        }
+        self._loops = LoopPool(path, settings, at_once=agent.processes, timeout=agent.tool_timeout)
+        await asyncio.get_running_loop().run_in_executor(None, self._loops.start)
+        title = find_loop(path, agent.loop_arguments, setup.verl, tokenizer).title
+        return CustomLoop(agent, title, tokenizer, self._loops, setup.max_prompt, self._gates.of(title))
+
     async def close(self) -> None:
         """End every process and connection."""
+        if self._loops is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._loops.close)
         for server in self._servers:
             await server.close()
         if self._python is not None:
@@ -113,14 +147,18 @@ def chosen_format(agent: AgentConfig, tokenizer: Tokenizer) -> str:
 
 
 def check_tools(setup: AgentSetup, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Check tools, MCP servers, the interaction and the chat template, and return the tools' schemas as the template shows them to
+    """Check tools, MCP servers, the interaction or the user's loop, and the chat template, and return the tools' schemas as the template shows them to
     the policy.
 
     Raises:
-        ValueError: a tool or the interaction does not exist, two tools have one name, or the chat template cannot write the
+        ValueError: a tool, the interaction or the loop does not exist, two tools have one name, or the chat template cannot write the
             messages of tools or the user.
     """
     agent = setup.agent
+    if agent.loop is not None:
+        with as_recipe_error("agent.loop", "name a class or a file of agent loops (docs/agent_loops.md)", agent.loop):
+            find_loop(agent.loop, agent.loop_arguments, setup.verl, tokenizer)
+        return []
     if agent.interaction:
         with as_recipe_error("agent.interaction", "name a class decorated with @interaction", agent.interaction):
             find_interaction(agent.interaction)

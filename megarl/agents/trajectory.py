@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -51,6 +52,10 @@ class Trajectory:
     sampled_again: tuple[FailureKind, ...] = ()  # causes of failures after which it was sampled again from its start
     spans: tuple[Span, ...] = (Span(0, 0),)  # weights that sampled the response; tool tokens belong to the turn before
     adds_rewards: bool = True  # the turns' rewards are step rewards; otherwise only scorers see them
+    # Of the user's loop alone (agents/custom/):
+    prompt: tuple[int, ...] | None = None  # its tokens instead of the row's
+    outcome: float | None = None  # the reward, instead of a scorer's
+    extra_info: dict[str, Any] = field(default_factory=dict)  # for scorers, in addition to the row's
 
     @property
     def tool_use(self) -> ToolUse:
@@ -107,8 +112,34 @@ class _Written:
         self.length += len(tokens)
 
 
+class SampleLoop(Protocol):
+    """Makes the samples of a run, any number at once."""
+
+    begins_with_prompt: bool  # the first turn of a sample continues the row's prompt
+
+    async def run(self, request: GenerationRequest, first: Awaitable[Completion], sample: SampleTurn) -> Trajectory: ...
+
+
+async def sampled_until_complete(attempts: int, attempt: Callable[[int], Awaitable[Trajectory]]) -> Trajectory:
+    """Return a sample of `attempt`, which gets the number of earlier failures; a failed one after `attempts` failures."""
+    failures: list[SampleFailure] = []
+    while True:
+        done = await attempt(len(failures))
+        if done.failure is None:
+            break
+        failures.append(done.failure)
+        if len(failures) == attempts:
+            total = sum(failure.attempts for failure in failures)
+            done = replace(done, failure=replace(failures.pop(), attempts=total))
+            break
+        await asyncio.sleep(wait_before(len(failures) - 1))
+    return replace(done, sampled_again=tuple(failure.kind for failure in failures))
+
+
 class AgentLoop:
     """Runs samples with tools, any number at once."""
+
+    begins_with_prompt = True
 
     def __init__(
         self,
@@ -128,18 +159,11 @@ class AgentLoop:
 
         A sample that fails because of a tool is sampled again from its start, with the same seeds. Raises what `sample` raises.
         """
-        failures: list[SampleFailure] = []
-        while True:
-            done = await self._attempt(request, sample(request) if failures else first, sample)
-            if done.failure is None:
-                break
-            failures.append(done.failure)
-            if len(failures) == self.settings.attempts:
-                attempts = sum(failure.attempts for failure in failures)
-                done = replace(done, failure=replace(failures.pop(), attempts=attempts))
-                break
-            await asyncio.sleep(wait_before(len(failures) - 1))
-        return replace(done, sampled_again=tuple(failure.kind for failure in failures))
+
+        def attempt(failures: int) -> Awaitable[Trajectory]:
+            return self._attempt(request, sample(request) if failures else first, sample)
+
+        return await sampled_until_complete(self.settings.attempts, attempt)
 
     async def _attempt(
         self, request: GenerationRequest, first: Awaitable[Completion], sample: SampleTurn

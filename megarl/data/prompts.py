@@ -75,11 +75,15 @@ class PromptDataset(RowDataset[Prompt]):
         sample: int | None = None,
         needed: Sequence[str] = SCORED_BY_ROW,
         with_messages: bool = False,
+        into_extra_info: Sequence[str] = (),
     ) -> None:
         """`tools`: schemas that the chat template renders. `images`: the model's image processor; None: rows must not have
         images. `sample`: rows to read of each file; None: all. `needed`: columns that scorers need, from
-        `megarl.rewards.weighted.needed_columns`. `with_messages`: a scorer or an interaction reads the rows' messages."""
+        `megarl.rewards.weighted.needed_columns`. `with_messages`: a scorer, an interaction or an agent loop reads the rows'
+        messages. `into_extra_info`: further columns, added to `extra_info` if a row has them."""
         self.layouts, self.optional = layout_of(needed)
+        self.optional += into_extra_info
+        self._into_extra_info = tuple(into_extra_info)
         self._needed, self._with_messages = tuple(needed), with_messages
         self._tools = tuple(tools)
         self._reader = images
@@ -124,11 +128,15 @@ class PromptDataset(RowDataset[Prompt]):
             text=encoded.text,
             data_source=row.need("data_source", str),
             ground_truth=ground_truth_of(row, needed="reward_model" in self._needed),
-            extra_info=row.get("extra_info", dict) or {},
+            extra_info={**(row.get("extra_info", dict) or {}), **self._more(row)},
             question=text_of(messages),
             messages=tuple(messages) if self._with_messages else (),
             images=self._images.get(row.where, ()),
         )
+
+    def _more(self, row: Row) -> dict[str, Any]:
+        columns = {name: row.values.get(name) for name in self._into_extra_info}
+        return {name: value for name, value in columns.items() if value is not None}
 
 
 def encode_prompts(

@@ -232,6 +232,11 @@ class HuggingFaceTokenizer(Tokenizer):
         if bos is not None and self._hf("")["input_ids"][:1] == [bos]:
             self.bos_ids = (int(bos),)
 
+    @property
+    def hugging_face(self) -> Any:
+        """The tokenizer of transformers, for agent loops of verl."""
+        return self._hf
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.agents.custom.verl_loops import AGENT_NAME
 from megarl.agents.setup import AgentSetup, check_tools
 from megarl.batching.flops import ModelFlops
 from megarl.data.images import ImageReader
@@ -87,7 +88,8 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool, sample: i
     tools = check_tools(setup, tokenizer) if setup is not None else []
     rows: dict[str, Any] = {"tools": tools, "images": ImageReader.of(recipe.model.path, data), "sample": sample}
     rows["needed"] = needed_columns(recipe.reward.function, recipe.reward.functions)
-    rows["with_messages"] = bool(recipe.reward.services or recipe.agent.interaction)
+    rows["with_messages"] = bool(recipe.reward.services or recipe.agent.interaction or recipe.agent.loop)
+    rows["into_extra_info"] = (AGENT_NAME,) if recipe.agent.loop else ()
     if training:
         prepared.prompts = PromptDataset(training_sets(data), tokenizer, data, data.curriculum, **rows)
         _add_notices(prepared, "training prompts", prepared.prompts)
@@ -95,6 +97,9 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool, sample: i
     if data.eval_files:
         prepared.evaluation = PromptDataset(data.eval_files, tokenizer, data, **rows)
         _add_notices(prepared, "evaluation prompts", prepared.evaluation)
+    if recipe.agent.loop and any(prompts.has_images for prompts in prepared.prompt_sets):
+        problem = "rows have images, and the requests of an agent loop of your own are token ids"
+        raise RecipeError("agent.loop", problem, "leave it out, or use rows without images", value=recipe.agent.loop)
     if sample is None:  # a sample may miss the rows with images
         _check_pixel_limits(data, has_images=any(prompts.has_images for prompts in prepared.prompt_sets))
     return prepared

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 from megarl.recipe.key import key
 
@@ -34,8 +34,8 @@ class McpServer:
 
 @dataclass
 class AgentConfig:
-    """Agent loops: the policy calls tools, or talks to a user, over several turns; see docs/agents.md. Active if `tools`, `mcp` or
-    `interaction` is set."""
+    """Agent loops: the policy calls tools, or talks to a user, over several turns; see docs/agents.md. Active if `tools`, `mcp`,
+    `interaction` or `loop` is set."""
 
     tools: list[str] = key(
         [],
@@ -49,11 +49,23 @@ class AgentConfig:
         None,
         "The user of a conversation: `module:Class` with @interaction, or a YAML file of verl's interactions. It replies to each turn of the policy that calls no tool, until it ends the conversation.",
     )
+    loop: Optional[str] = key(
+        None,
+        "Your agent loop, instead of megarl's: `module:Class` or `file.py:Class` with @agent_loop or of verl's AgentLoopBase, or a YAML file of verl's loops. It decides what is sampled; see docs/agent_loops.md.",
+    )
+    loop_arguments: dict[str, Any] = key(
+        {},
+        "Arguments of the constructor of `loop`. For loops of verl: options of verl that they read, by name, such as `actor_rollout_ref.rollout.multi_turn.max_user_turns`.",
+    )
     format: Optional[Literal["hermes", "deepseek", "gpt_oss"]] = key(
         None,
         "Syntax of the model's calls: hermes (Qwen: JSON between <tool_call> tags), deepseek (DeepSeek-V3's special tokens) or gpt_oss (its channels). Unset: derived from the chat template.",
     )
-    max_turns: int = key(8, "Maximum turns of the policy per sample. The last turn is not answered.", at_least=1)
+    max_turns: int = key(
+        8,
+        "Maximum turns of the policy per sample, with `loop` its requests. The last turn is not answered.",
+        at_least=1,
+    )
     max_calls_per_turn: int = key(
         4, "Maximum calls per turn. Further calls are not made, and the policy gets a message.", at_least=1
     )
@@ -64,12 +76,12 @@ class AgentConfig:
     )
     tool_timeout: float = key(
         30.0,
-        "Time limit of a call or a reply in seconds, without queueing. After it the call is ended, and the policy gets a message; after a reply's, the sample is sampled again (`attempts`).",
+        "Time limit of a call or a reply in seconds, without queueing, and of `loop` between two requests. After it the call is ended, and the policy gets a message; after a reply's or the loop's, the sample is sampled again (`attempts`).",
         above=0,
     )
     max_tool_seconds: float = key(
         300.0,
-        "Time limit of all calls and replies of a sample together, in seconds. The sample ends if it exceeds the limit.",
+        "Time limit of all calls and replies of a sample together, in seconds. The sample ends if it exceeds the limit; with `loop` it is sampled again (`attempts`).",
         above=0,
     )
     tool_rewards: Literal["steps", "scorer"] = key(
@@ -78,7 +90,7 @@ class AgentConfig:
     )
     processes: int = key(
         16,
-        "Tool processes per engine, and so the maximum number of concurrent calls. Tools with state and interactions run in further processes, one for each sample that calls one, with as many concurrent calls.",
+        "Tool processes per engine, and so the maximum number of concurrent calls. Tools with state, interactions and `loop` run in further processes, one for each sample that calls one, with as many concurrent calls.",
         at_least=1,
     )
     retries: int = key(
@@ -100,4 +112,4 @@ class AgentConfig:
     @property
     def is_used(self) -> bool:
         """True if an agent loop makes the samples."""
-        return self.uses_tools or self.interaction is not None
+        return self.uses_tools or self.interaction is not None or self.loop is not None

@@ -54,6 +54,7 @@ def with_paths(recipe: Recipe, convert: Callable[[str], str]) -> Recipe:
             recipe.agent,
             tools=[convert_file(tool) for tool in recipe.agent.tools],
             interaction=convert_file(recipe.agent.interaction) if recipe.agent.interaction else None,
+            loop=convert_file(recipe.agent.loop) if recipe.agent.loop else None,
         ),
         reward=dataclasses.replace(
             reward,

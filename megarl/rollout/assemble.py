@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
 from megarl.agents.trajectory import Trajectory
 from megarl.rewards import Score, ScoreRequest
+from megarl.rewards.scoring import Outcome
 from megarl.rollout.step_rewards import Decode, tokens_at
 from megarl.types import GenerationRequest, InlineData, Prompt, Sample, SampleFailure, SampleTokens, Steps
 
@@ -24,12 +25,28 @@ def score_request(prompt: Prompt, trajectory: Trajectory, with_tools: bool) -> S
         response="\n".join(policy_turns(trajectory)),
         ground_truth=prompt.ground_truth,
         data_source=prompt.data_source,
-        extra_info=prompt.extra_info,
+        extra_info={**prompt.extra_info, **trajectory.extra_info},
         prompt_text=prompt.text,
         uid=prompt.uid,
         turns=trajectory.turns if with_tools else (),
         messages=prompt.messages,
     )
+
+
+async def outcomes_of(
+    score: Callable[[list[ScoreRequest]], Awaitable[list[Outcome]]],
+    prompt: Prompt,
+    sampled: Sequence[Trajectory],
+    with_tools: bool,
+) -> list[Outcome]:
+    """Return the samples' rewards: from the agent loop, if it has returned one, else from the scorers."""
+    unscored = [score_request(prompt, sample, with_tools) for sample in sampled if sample.outcome is None]
+    scored = iter(await score(unscored) if unscored else [])
+    return [next(scored) if sample.outcome is None else (Score(sample.outcome), 0) for sample in sampled]
+
+
+def _prompt(request: GenerationRequest, trajectory: Trajectory) -> tuple[int, ...]:
+    return request.prompt.tokens if trajectory.prompt is None else trajectory.prompt
 
 
 def control_data(
@@ -41,7 +58,7 @@ def control_data(
     with_tools: bool,
 ) -> Sample:
     """Return the controller's part of a sample. The caller sets the location of its vectors."""
-    start = len(request.prompt.tokens)
+    start = len(_prompt(request, trajectory))
     score = Score(math.nan) if isinstance(scored, SampleFailure) else scored
     steps, tool_reward = steps_of(score, trajectory, decode)
     parts = dict(score.parts)
@@ -108,7 +125,7 @@ def vectors(
     request: GenerationRequest, trajectory: Trajectory, text: str, reason: str, with_tools: bool
 ) -> SampleTokens:
     """Return the vectors of prompt plus response, without re-tokenization. `text`: the whole response."""
-    prompt = request.prompt.tokens
+    prompt = _prompt(request, trajectory)
     blank = np.zeros(len(prompt), dtype=np.float32)
     return SampleTokens(
         tokens=np.concatenate([np.asarray(prompt, dtype=np.int32), trajectory.tokens]),

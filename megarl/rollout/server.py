@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from megarl import engines, rewards
 from megarl.agents.setup import Agents, AgentSetup
-from megarl.agents.trajectory import AgentLoop, Trajectory
+from megarl.agents.trajectory import SampleLoop, Trajectory
 from megarl.cluster.base import host_name
 from megarl.cluster.call_gate import CallGates
 from megarl.cluster.outages import Outage
@@ -31,7 +31,7 @@ from megarl.recipe.schema import RewardConfig
 from megarl.rewards.scoring import Outcome, Scoring
 from megarl.rewards.settings import ScorerSettings
 from megarl.rewards.weighted import terms_of
-from megarl.rollout.assemble import control_data, policy_turns, score_request, vectors
+from megarl.rollout.assemble import control_data, outcomes_of, policy_turns, vectors
 from megarl.types import Completion, GenerationRequest, Group, Partial, SampleFailure, SampleTokens
 from megarl.weight_sync.session import Session, UpdateReport
 
@@ -74,7 +74,7 @@ class RolloutServer:
             self.gates,
         )
         self.agents = Agents(agent, self.tokenizer, self.gates) if agent is not None else None
-        self.agent_loop: AgentLoop | None = None
+        self.agent_loop: SampleLoop | None = None
         self.texts = ThreadPoolExecutor(max_workers=4, thread_name_prefix="texts")
         # `generate` blocks a thread; under continuous admission, many calls run at the same time. Other calls to the engine
         # have separate threads: an update must not wait for a thread of `generate`.
@@ -143,8 +143,8 @@ class RolloutServer:
 
         return await self._in_texts(read)
 
-    async def _run_loops(self, agent: AgentLoop, unsettled: dict[int, GenerationRequest]) -> None:
-        """Sample all first turns in a single call to the engine; then continue each sample in a separate task.
+    async def _run_loops(self, agent: SampleLoop, unsettled: dict[int, GenerationRequest]) -> None:
+        """Sample all first turns in one call to the engine; then continue each sample in a separate task.
 
         Removes every group from `unsettled`: the tasks of its samples set its result.
         """
@@ -173,8 +173,9 @@ class RolloutServer:
         for request in requests:
             self._settle(unsettled.pop(request.group), sampled(request.group))
         all_tasks = [task for tasks in running.values() for task in tasks]
+        begun = [single for _, single in singles] if agent.begins_with_prompt else []
         try:
-            await asyncio.gather(self._generate([single for _, single in singles], finished), *all_tasks)
+            await asyncio.gather(self._generate(begun, finished), *all_tasks)
         except BaseException as error:
             failures.append(error)
             for task in all_tasks:
@@ -334,9 +335,7 @@ class RolloutServer:
         if any(sample.failure is not None for sample in sampled):  # the group has failed and is not scored
             outcomes: list[Outcome] = [(sample.failure or rewards.Score(math.nan), 0) for sample in sampled]
         else:
-            outcomes = await self.scoring.score(
-                [score_request(request.prompt, sample, with_tools) for sample in sampled]
-            )
+            outcomes = await outcomes_of(self.scoring.score, request.prompt, sampled, with_tools)
         return await self._in_texts(self._group, request, sampled, outcomes)
 
     def _group(self, request: GenerationRequest, sampled: list[Trajectory], outcomes: list[Outcome]) -> Scored:

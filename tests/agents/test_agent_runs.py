@@ -189,3 +189,40 @@ def test_a_user_replies_to_the_policy(quickstart_data: Path, tmp_path: Path) -> 
         assert [turn["text"] for turn in replies] == [f"Again, please ({n + 1})" for n in range(len(replies))]
         assert sum(reward for _, reward in record["steps"]) == 0.25 * len(replies)
         assert record["tool_use"]["calls"] == 0 and record["tool_use"]["turns"] >= len(replies)
+
+
+def test_a_loop_of_the_user_trains(quickstart_data: Path, tmp_path: Path) -> None:
+    """Its reward rises, tokens between its turns are not trained on, and log-probs are the engine's."""
+    write_prompts(tmp_path / "train.parquet", 64)
+    overrides = [
+        *COMMON,
+        f"model.path={quickstart_data}/model",
+        f"data.train_files=[{tmp_path}/train.parquet]",
+        "data.eval_files=[]",
+        f"runs_dir={tmp_path}",
+        "name=own",
+        "data.prompts_per_step=8",
+        "rollout.engine_args.max_num_seqs=128",
+        "agent.loop=tests.support.agent_loops:EvenTokens",
+        "agent.loop_arguments={length: 8}",
+        "agent.processes=2",
+        "reward.function=unscored",
+        "evaluation.at_start=false",
+        "evaluation.at_end=false",
+        "evaluation.greedy=false",
+        "actor.optimizer.lr=1e-3",
+        "train.steps=14",
+    ]
+    done = run("train", "recipes/tiny/grpo.yaml", *overrides)
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = [line for line in metrics(tmp_path / "own") if line["step"] > 0]
+    # A trained token between the turns, or a log-prob of another request, would cause a gap.
+    assert all(line["rollout/logprob_gap_max"] < 1e-3 for line in lines)
+    rewards = [line["rollout/rewards/mean"] for line in lines]
+    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.1, rewards
+    records = read_samples(RunDirectory(tmp_path / "own"), 14)
+    for record in records:
+        assert [turn["role"] for turn in record["turns"]] == ["assistant", "user", "assistant"]
+        assert "Go on" in record["turns"][1]["text"] and record["reward"] <= 1.0
+        assert record["response_length"] == sum(turn["tokens"] for turn in record["turns"])
+        assert record["tool_use"]["calls"] == 0 and record["tool_use"]["turns"] == 2

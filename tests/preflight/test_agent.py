@@ -21,10 +21,17 @@ def load(tmp_path: Path, text: str) -> object:
 @pytest.mark.parametrize(
     ("text", "key", "words"),
     [
-        ("agent: {max_turns: 3}", "agent", "no tool and no interaction is named, so this section has no effect"),
+        ("agent: {max_turns: 3}", "agent", "no tool, interaction or loop is named, so this section has no effect"),
         ("agent: {interaction: a, format: hermes}", "agent.format", "the policy calls no tool"),
         ("agent: {interaction: a, max_calls_per_turn: 2}", "agent.max_calls_per_turn", "the policy calls no tool"),
         ("agent: {interaction: a}\ndata: {chat_template: false}", "data.chat_template", "messages of tools and users"),
+        ("agent: {loop: a, tools: [b]}", "agent.tools", "agent.loop=a decides what the policy reads"),
+        ("agent: {loop: a, interaction: b}", "agent.interaction", "leave agent.loop out"),
+        ("agent: {loop: a, retries: 1}", "agent.retries", "runs no tools"),
+        ("agent: {loop: a, format: hermes}", "agent.format", "runs no tools"),
+        ("agent: {loop: a}\nrollout: {ignore_eos: true}", "rollout.ignore_eos", "end at end-of-text tokens"),
+        ("agent: {loop: a}\nmegatron: {routing_replay: rollout}", "megatron.routing_replay", "experts of all tokens"),
+        ("agent: {tools: [a], loop_arguments: {b: 1}}", "agent.loop_arguments", "which names no class"),
         ("agent: {tools: [a, a]}", "agent.tools", "listed more than once: a"),
         ("agent: {tools: [a]}\ndata: {chat_template: false}", "data.chat_template", "need a chat template"),
         ("agent: {tools: [a]}\nrollout: {ignore_eos: true}", "rollout.ignore_eos", "end the policy's turns"),

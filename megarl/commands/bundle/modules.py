@@ -19,6 +19,8 @@ def named_modules(recipe: Recipe) -> dict[str, str]:
     named |= {_module_of(tool): "agent.tools" for tool in recipe.agent.tools if ":" in tool}
     if recipe.agent.interaction and ":" in recipe.agent.interaction:
         named[_module_of(recipe.agent.interaction)] = "agent.interaction"
+    if recipe.agent.loop and ":" in recipe.agent.loop:
+        named[_module_of(recipe.agent.loop)] = "agent.loop"
     named |= {_module_of(name): "reward" for name in recipe.reward.own_functions}
     return {module: key for module, key in named.items() if not module.endswith(".py")}
 

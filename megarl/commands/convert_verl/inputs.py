@@ -17,13 +17,26 @@ SGLANG = {
 }  # fmt: skip
 """Arguments of vLLM's engine -> SGLang's; "": none."""
 _INTERACTION = f"{_R}.multi_turn.interaction_config_path"
+_LOOPS, _DEFAULT_LOOP = f"{_R}.agent.agent_loop_config_path", f"{_R}.agent.default_agent_loop"
+_MANAGER, _BUILT_IN = f"{_R}.agent.agent_loop_manager_class", ("single_turn_agent", "tool_agent")
+_MULTI_TURN = f"{_R}.multi_turn."
+_TOOL_FILES = (f"{_MULTI_TURN}tool_config_path", f"{_MULTI_TURN}function_tool_path")
+_OF_BUILT_IN = (
+    "enable", "max_assistant_turns", "max_parallel_calls", "format", "tool_config_path", "function_tool_path", "max_user_turns",
+    "max_tool_response_length", "tool_response_truncate_side", "interaction_config_path",
+)  # fmt: skip
+"""Options of the section multi_turn that verl's own loops read."""
+_MOST_REQUESTS = 1000  # of a sample with a loop of the user; verl has no limit
 _FORMATS = {"hermes": "hermes", "gpt-oss": "gpt_oss"}
 _FUNCTIONS = "verl's function tools are not read: write functions of megarl (docs/agents.md)"
 _ROWS = "data.custom_cls"
 
 
 def translate_agent(conversion: Conversion) -> None:
-    """Set agent.tools and agent.interaction to verl's files, unless the user names others; drop the limits of a run without both."""
+    """Set agent.loop, or agent.tools and agent.interaction, to verl's files, unless the user names others; drop the limits of a run
+    without them."""
+    if _translate_loop(conversion):
+        return
     with_tools = _translate_tools(conversion)
     with_user = _translate_interaction(conversion)
     if with_tools:
@@ -43,6 +56,46 @@ def translate_agent(conversion: Conversion) -> None:
             conversion.note(f"{_R}.multi_turn.max_tool_response_length", reason)
     else:
         conversion.drop("agent.")
+
+
+def _translate_loop(conversion: Conversion) -> bool:
+    """Set agent.loop, with the options that loops read; returns whether the user's loop makes the samples."""
+    get, chosen = conversion.get, {*conversion.user_choices}
+    path, default = get(_LOOPS), get(_DEFAULT_LOOP)
+    named = any(name.startswith("agent.loop") for name in chosen)
+    if not named and (not path or _LOOPS in chosen):
+        if path:
+            conversion.note(_LOOPS, "left out: megarl's agent loop makes the samples")
+        if default not in (None, *_BUILT_IN):
+            reason = "no counterpart: agent_loop_config_path names no file of loops"
+            conversion.leave_out(_DEFAULT_LOOP, reason, to="agent.loop", changes=True)
+        for name in conversion.options:
+            if name.startswith(_MULTI_TURN) and name.removeprefix(_MULTI_TURN) not in _OF_BUILT_IN:
+                conversion.leave_out(name, "unknown option, omitted: agent loops of your own read it", changes=True)
+        return False
+    if get(_MANAGER) and not named:
+        conversion.leave_out(_LOOPS, "the manager's file", to="agent.loop", changes=True)
+        return False
+    for option in _TOOL_FILES:
+        if get(option):
+            conversion.leave_out(
+                option, "tools of verl's files are not passed to agent loops", to="agent.loop", changes=True
+            )
+    conversion.drop("agent.max_calls_per_turn")
+    if "agent.max_turns" not in chosen:
+        conversion.settings["agent.max_turns"] = _MOST_REQUESTS
+    if not named:
+        read = {
+            name: get(name) for name in conversion.options if name.startswith(_MULTI_TURN) and name not in _TOOL_FILES
+        }
+        if default not in (None, *_BUILT_IN):
+            read[_DEFAULT_LOOP] = default
+        conversion.settings |= {"agent.loop": str(path), "agent.loop_arguments": read}
+        conversion.note(
+            _LOOPS,
+            f"YAML and classes must be here; a row without agent_name has the file's only loop; requests per sample: {_MOST_REQUESTS}",
+        )
+    return True
 
 
 def _translate_tools(conversion: Conversion) -> bool:

@@ -18,6 +18,7 @@ from megarl.recipe.load import OPEN
 
 _PATHS = (
     "model.path", "model.tokenizer", "critic.model_path", "data.train_files", "data.eval_files", "teacher.path", "reward.remote.model",
+    "agent.loop",
 )  # fmt: skip
 _FILES, _FORMATS = ("data.train_files", "data.eval_files"), (".parquet", ".jsonl")
 _NAMES = ("name", "observe.project")

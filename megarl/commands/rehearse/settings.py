@@ -105,7 +105,7 @@ def _lay_out(owner: Any, key: str, small: MegatronConfig, changes: Changes) -> N
 
 def _lengths(small: Recipe, changes: Changes) -> None:
     data, rollout, agent = small.data, small.rollout, small.agent
-    prompt = min(data.max_prompt_length, PROMPT_WITH_TOOLS if agent.uses_tools else PROMPT)
+    prompt = min(data.max_prompt_length, PROMPT_WITH_TOOLS if agent.uses_tools or agent.loop else PROMPT)
     changes.set(data, "data.max_prompt_length", prompt, _SIZE)
     turns = min(agent.max_turns, _TURNS) if agent.is_used else 1
     response = min(rollout.max_response_length, RESPONSE if turns == 1 else turns * (RESPONSE + _ANSWER))

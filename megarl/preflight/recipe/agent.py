@@ -14,14 +14,22 @@ from megarl.recipe.urls import check_headers, check_url
 def agent_errors(recipe: Recipe) -> Iterator[ValueError]:
     agent = recipe.agent
     if not agent.is_used:
-        remedy = "name a tool in agent.tools, a server in agent.mcp or a user in agent.interaction"
-        yield from unused_section_errors("agent", agent, "no tool and no interaction is named", remedy)
+        remedy = (
+            "name a tool in agent.tools, a server in agent.mcp, a user in agent.interaction or your loop in agent.loop"
+        )
+        yield from unused_section_errors("agent", agent, "no tool, interaction or loop is named", remedy)
         return
     if recipe.train.source != "rollout":
         problem = f"train.source={recipe.train.source} samples nothing, so tools and interactions are never called"
         remedy = "leave the section out: demonstrations name tools in their column `tools`"
         yield RecipeError("agent", problem, remedy)
         return
+    if agent.loop is not None:
+        yield from _loop_errors(recipe)
+        return
+    if agent.loop_arguments:
+        problem = "they are arguments of agent.loop, which names no class"
+        yield RecipeError("agent.loop_arguments", problem, "leave them out", value=dict(agent.loop_arguments))
     for name in ("format", "max_calls_per_turn"):
         value = getattr(agent, name)
         if not agent.uses_tools and value != getattr(AgentConfig(), name):
@@ -41,6 +49,24 @@ def agent_errors(recipe: Recipe) -> Iterator[ValueError]:
         yield RecipeError("agent.tools", problem, "list each tool once", value=list(agent.tools))
     for name, server in agent.mcp.items():
         yield from _server_errors(f"agent.mcp.{name}", server)
+
+
+_UNUSED_WITH_LOOP = ("tools", "mcp", "interaction", "format", "max_calls_per_turn", "tool_rewards", "retries")
+
+
+def _loop_errors(recipe: Recipe) -> Iterator[ValueError]:
+    """Refuse settings that a loop of the user does not use, and parts of a run that it cannot fill."""
+    agent, own = recipe.agent, f"agent.loop={recipe.agent.loop}"
+    for name in _UNUSED_WITH_LOOP:
+        if (value := getattr(agent, name)) != getattr(AgentConfig(), name):
+            problem = f"{own} decides what the policy reads: megarl runs no tools and no interaction in it"
+            yield RecipeError(f"agent.{name}", problem, "leave it out, or leave agent.loop out", value=value)
+    if recipe.megatron.routing_replay == "rollout":
+        problem = f"the requests of {own} are separate, and no answer has the experts of all tokens of the response"
+        yield RecipeError("megatron.routing_replay", problem, "leave it out", value="rollout")
+    if recipe.rollout.ignore_eos:
+        problem = f"the requests of {own} end at end-of-text tokens"
+        yield RecipeError("rollout.ignore_eos", problem, "set it to false, or leave agent.loop out", value=True)
 
 
 def _server_errors(section: str, server: McpServer) -> Iterator[ValueError]:

@@ -61,3 +61,59 @@ def test_verls_interactions_are_carried_over() -> None:
     assert "interaction:" not in dropped.text and yaml.safe_load(dropped.text)["agent"]["tools"] == ["tools.yaml"]
     with pytest.raises(InputError, match="function tools are not read"):
         settings(f"{command} {option}function_tool_path=tools.py")
+
+
+LOOPS = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+
+
+def test_verls_agent_loops_are_carried_over() -> None:
+    """With the options that a loop may read; megarl's limits of its own loop are not verl's."""
+    option = "actor_rollout_ref.rollout.multi_turn."
+    command = (
+        f"{GRPO} {LOOPS}=loops.yaml {option}max_user_turns=2 {option}max_parallel_calls=3 {option}num_repeat_rollouts=3"
+    )
+    agent = yaml.safe_load(convert(command, []).text)["agent"]
+    assert agent == {
+        "max_turns": 1000,
+        "loop": "loops.yaml",
+        "loop_arguments": {
+            f"{option}max_user_turns": 2,
+            f"{option}max_parallel_calls": 3,
+            f"{option}num_repeat_rollouts": 3,
+        },
+    }
+    default = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    named = yaml.safe_load(convert(f"{GRPO} {LOOPS}=loops.yaml {default}=mine", []).text)["agent"]
+    assert named["loop_arguments"] == {default: "mine"}
+    own = settings(command, "agent.loop=my_loops:Mine", "agent.max_turns=5")
+    assert own["agent.loop"] == "my_loops:Mine" and own["agent.max_turns"] == 5
+    assert not any(key.startswith("agent.loop_arguments") for key in own)
+    dropped = convert(f"{GRPO} {LOOPS}=loops.yaml", [], accepted=[LOOPS])
+    assert "agent:" not in dropped.text and any("megarl's agent loop" in note for note in dropped.notes)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "not passed to agent loops"),
+        ("actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager", "no manager of your own"),
+        (
+            "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
+            "the requests of agent.loop=loops.yaml are separate",
+        ),
+    ],
+)
+def test_what_agent_loops_cannot_have_is_refused(more: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        convert(f"{GRPO} {LOOPS}=loops.yaml {more}", [])
+
+
+def test_a_path_that_a_file_on_the_runs_machine_chooses_stays_open() -> None:
+    """Other options need its value."""
+    chosen = 'm=$HOME/models/small\nif [ ! -d "$m" ]; then\n  m=Qwen/small\nfi\n'
+    converted = convert(f"{chosen}{GRPO} actor_rollout_ref.model.path=$m", [])
+    assert yaml.safe_load(converted.text)["model"]["path"] == "???"
+    assert any("actor_rollout_ref.model.path=$m" in note for note in converted.notes)
+    assert settings(f"{chosen}{GRPO} actor_rollout_ref.model.path=$m", "model.path=x/y")["model.path"] == "x/y"
+    with pytest.raises(InputError, match="the value of \\$m is unknown: line 2 sets it under a condition"):
+        convert(f"{chosen}{GRPO} algorithm.adv_estimator=$m", [])

@@ -117,7 +117,8 @@ def test_a_reward_function_with_its_arguments(prefix: str) -> None:
         "actor_rollout_ref.rollout.multi_turn.function_tool_path=tools.py",
         "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
         "actor_rollout_ref.rollout.agent.default_agent_loop=my_agent",
-        "actor_rollout_ref.rollout.agent.agent_loop_config_path=a.yaml",
+        "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager",
+        "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts=3",
     ],
 )
 def test_what_scores_or_reads_otherwise_is_refused_unless_accepted(option: str) -> None:

@@ -64,7 +64,7 @@ def _unary(symbol: str, word: Node, shell: Words, line: int, source: str) -> boo
         return (_emptiable(word, shell) == "") == (symbol == "-z")
     if symbol == "-v":
         return shell.is_set(shell.text(word))
-    raise Undetermined(f"line {line}: {source} depends on the machine of the run")
+    raise Undetermined(f"line {line}: {source} depends on the machine of the run", of_file=True)
 
 
 def _emptiable(word: Node, shell: Words) -> str:

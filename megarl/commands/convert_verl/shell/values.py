@@ -18,12 +18,14 @@ class Undetermined(InputError):
     """A value or an exit status that only a running shell can compute.
 
     causes: the variables that would determine it, with a message about each. external: the exit status of an
-    ordinary command.
+    ordinary command. of_file: a test of a file, or one of several paths that such a test chooses.
     """
 
-    def __init__(self, message: str, causes: Mapping[str, str] | None = None, *, external: bool = False):
+    def __init__(
+        self, message: str, causes: Mapping[str, str] | None = None, *, external: bool = False, of_file: bool = False
+    ):
         super().__init__(message)
-        self.causes, self.external = dict(causes or {}), external
+        self.causes, self.external, self.of_file = dict(causes or {}), external, of_file
 
 
 @dataclass(frozen=True)
@@ -140,14 +142,20 @@ def merge(states: list[State], cause: Undetermined, line: int) -> State:
     first, *rest = states
     if not rest:
         return first
-    unknown = Undetermined(f"line {line} sets it under a condition that is unknown: {cause}", cause.causes)
+    message = f"line {line} sets it under a condition that is unknown: {cause}"
+    unknown = Undetermined(message, cause.causes)
     merged = first.copy()
     for name in {name for state in states for name in state.variables}:
         variables = [state.variables.get(name) for state in states]
         present = [variable for variable in variables if variable is not None]
         facts = frozenset(fact for variable in present for fact in variable.facts)
         same = len(present) == len(states) and len({variable.value for variable in present}) == 1
-        merged.variables[name] = ShellVariable(present[0].value if same else unknown, facts)
+        if same:
+            merged.variables[name] = ShellVariable(present[0].value, facts)
+            continue
+        paths = [each.value for each in present if isinstance(each.value, str) and "/" in each.value]
+        is_path = cause.of_file and len(paths) == len(states)
+        merged.variables[name] = ShellVariable(Undetermined(message, cause.causes, of_file=is_path), facts)
     for name in {name for state in states for name in state.functions}:
         if any(state.functions.get(name) is not first.functions.get(name) for state in rest):
             merged.functions[name] = None

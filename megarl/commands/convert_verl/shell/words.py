@@ -346,7 +346,11 @@ class Words:
                 raise variable.value
             advice = "" if "=VALUE after" in reason else f". Add {name}=VALUE after the file"
             message = f"line {line}: the value of ${name} is unknown: {reason}{advice}"
-            raise Undetermined(message, variable.value.causes or {name: message})
+            error = Undetermined(message, variable.value.causes or {name: message})
+            if variable.value.of_file and not self.decides:
+                self.absences.setdefault(name, error)
+                return absent(name)
+            raise error
         if name == "#":
             count = len(self._places())
             self.facts.add(Fact(unset=str(count + 1)))
