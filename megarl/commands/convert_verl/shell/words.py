@@ -335,14 +335,12 @@ class Words:
     def _value(self, name: str, line: int, source: str) -> str | tuple[str, ...]:
         if name in self.user_values:
             return self.user_values[name]
-        if name in self.state.variables:
-            variable = self.state.variables[name]
+        if (variable := self.state.variables.get(name)) is not None:
             self.facts |= variable.facts
             if not isinstance(variable.value, Undetermined):
                 self._decided(variable.value if isinstance(variable.value, str) else " ".join(variable.value))
                 return variable.value
-            reason = str(variable.value)
-            if "\n" in reason:  # a list of missing values
+            if "\n" in (reason := str(variable.value)):  # a list of missing values
                 raise variable.value
             advice = "" if "=VALUE after" in reason else f". Add {name}=VALUE after the file"
             message = f"line {line}: the value of ${name} is unknown: {reason}{advice}"
@@ -352,9 +350,8 @@ class Words:
                 return absent(name)
             raise error
         if name == "#":
-            count = len(self._places())
-            self.facts.add(Fact(unset=str(count + 1)))
-            return str(count)
+            self.facts.add(Fact(unset=str(len(self._places()) + 1)))
+            return str(len(self._places()))
         if name in ("0", "BASH_SOURCE") and self.context.script is not None:
             self.facts.add(Fact(f"line {line}: the script's path is {self.context.script}"))
             return self.context.script
