@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,7 +176,7 @@ def test_files_that_cannot_be_used_are_refused_before_the_run(
 def test_a_tool_of_verl_itself_needs_verl(tmp_path: Path) -> None:
     """The message names the modules that megarl provides without verl."""
     entry = {**ENTRIES[0], "class_name": "verl.tools.gsm8k_tool.Gsm8kTool"}
-    with pytest.raises(
-        ValueError, match=re.escape("without it megarl provides only verl.interactions.base, verl.tools.base_tool")
-    ):
+    # The tests of loops let this process import more of verl's modules.
+    message = r"without it megarl provides only .*verl\.interactions\.base, verl\.tools\.base_tool"
+    with pytest.raises(ValueError, match=message):
         tool_paths([write(tmp_path / "tools.yaml", entry)])
