@@ -87,7 +87,9 @@ def _gspo(log_probs: Tensor, vectors: Vectors, lengths: list[int], options: Opti
     sums = torch.stack([part.sum() for part in difference.split(lengths)])
     counts = torch.stack([part.sum() for part in marked.split(lengths)])
     means = (sums / counts.clamp(min=1)).repeat_interleave(torch.tensor(lengths, device=log_probs.device))
-    ratio = (means + log_probs - log_probs.detach()).exp()  # the value of the sequence's ratio, each token's own gradient
+    ratio = (
+        means + log_probs - log_probs.detach()
+    ).exp()  # the value of the sequence's ratio, each token's own gradient
     return -_clipped(ratio, advantages, options).sum()
 
 

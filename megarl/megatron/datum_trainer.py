@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from megarl.algorithms.datum_losses import DatumLoss
+from megarl.batching.datums import AdamParams
 from megarl.megatron.batch import MicroBatch
 from megarl.megatron.checkpoint.shards import forget_updates
 from megarl.megatron.heads.output_heads import PolicyHead
 from megarl.megatron.optimizer import guarded_step
 from megarl.megatron.trainer import PolicyTrainer
-from megarl.batching.datums import AdamParams
 
 Scores = tuple[torch.Tensor, torch.Tensor]
 """Loss of a micro batch, a scalar, and log-probs of its targets [T] at token index."""

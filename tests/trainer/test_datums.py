@@ -54,7 +54,9 @@ def results(request: pytest.FixtureRequest, quickstart_data: Path, tmp_path_fact
     for processes in (1, 2):
         some = [case for case in selected(request, CASES) if case.get("processes", 2) == processes]
         if some:
-            run_cases(WORKER, processes, [{**case, "model": str(quickstart_data / "model")} for case in some], directory)
+            run_cases(
+                WORKER, processes, [{**case, "model": str(quickstart_data / "model")} for case in some], directory
+            )
     return directory
 
 
@@ -103,9 +105,7 @@ def expected(path: Path) -> dict[str, Any]:
     others = [p for name, p in model.named_parameters() if p.dim() <= 1]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     betas = (ADAM.beta1, ADAM.beta2)
-    adam = torch.optim.AdamW(
-        groups, lr=ADAM.learning_rate, betas=betas, eps=ADAM.eps, weight_decay=ADAM.weight_decay
-    )
+    adam = torch.optim.AdamW(groups, lr=ADAM.learning_rate, betas=betas, eps=ADAM.eps, weight_decay=ADAM.weight_decay)
     total.backward()
     norms = [float(torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM.grad_clip_norm))]
     adam.step()

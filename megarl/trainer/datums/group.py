@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.algorithms.datum_losses import DatumLoss
-from megarl.batching.limits import token_limit
 from megarl.batching.datums import AdamParams, Datum, DatumScores, DatumShard, lay_out
+from megarl.batching.limits import token_limit
 from megarl.trainer.datums.worker import DatumWorker
 from megarl.trainer.group import ActorGroup
 

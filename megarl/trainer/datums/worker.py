@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.algorithms.datum_losses import DatumLoss
+from megarl.batching.datums import AdamParams, Datum, DatumScores, DatumShard
 from megarl.batching.packing import Slot
 from megarl.trainer.actor import ActorWorker
-from megarl.batching.datums import AdamParams, Datum, DatumScores, DatumShard
 
 if TYPE_CHECKING:  # Megatron must not be imported before the platform has prepared it
     import torch
@@ -53,7 +53,9 @@ class DatumWorker(ActorWorker):
         return notice
 
     def _batches_of(self, shard: DatumShard, loss: DatumLoss) -> list[MicroBatch]:
-        return [self._batch_of([(shard.data[slot.sample], slot) for slot in part], loss) for part in shard.micro_batches]
+        return [
+            self._batch_of([(shard.data[slot.sample], slot) for slot in part], loss) for part in shard.micro_batches
+        ]
 
     def _batch_of(self, members: list[tuple[Datum, Slot]], loss: DatumLoss) -> MicroBatch:
         import torch
