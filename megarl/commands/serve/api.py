@@ -17,7 +17,7 @@ from megarl.commands.serve.session import TrainingSession
 from megarl.commands.serve.states import ExportStore
 from megarl.types import Completion
 
-_ALIVE = 120.0  # seconds after its last message until a session counts as ended; clients send one every 10
+_ALIVE = 60.0  # seconds after its last message until a session counts as ended; clients send one every 10
 _SCHEME = "tinker://"
 
 
