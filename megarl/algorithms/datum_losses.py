@@ -1,7 +1,7 @@
 """Losses of a training API's data: sums over tokens with vectors that the caller gives, without any normalization.
 
 A datum has N input tokens and N targets: target i is predicted after input i. Every vector of a datum has N entries. The
-formulas are those of the Tinker API (https://tinker-docs.thinkingmachines.ai/tinker/losses).
+formulas come from the Tinker API (https://tinker-docs.thinkingmachines.ai/tinker/losses).
 
 >>> loss = checked_loss("ppo", {"clip_low_threshold": 0.9})
 >>> loss.inputs
@@ -33,7 +33,7 @@ class DatumLoss:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the vectors that each datum needs beside its targets, sorted."""
+        """Names of the vectors that each datum needs, targets excluded, sorted."""
         return DATUM_LOSSES[self.name].inputs
 
     def __call__(self, log_probs: Tensor, vectors: Vectors, lengths: list[int]) -> Tensor:
@@ -132,13 +132,13 @@ def checked_loss(name: str, options: Mapping[str, float | str] | None = None) ->
             f"loss_fn is {name!r}, which this server does not have; use one of {', '.join(DATUM_LOSSES)}, or "
             "forward_backward_custom, which computes any loss of log-probs in the client"
         )
-    formula, given = DATUM_LOSSES[name], dict(options or {})
-    if unknown := sorted(set(given) - set(formula.options)):
-        known = ", ".join(formula.options) or "none"
-        raise ValueError(f"loss_fn_config has {', '.join(unknown)}; the options of {name} are: {known}")
+    formula, settings = DATUM_LOSSES[name], dict(options or {})
+    if unknown := sorted(set(settings) - set(formula.options)):
+        names = ", ".join(formula.options) or "none"
+        raise ValueError(f"loss_fn_config has {', '.join(unknown)}; the options of {name} are: {names}")
     values: dict[str, float] = {}
     for option, default in formula.options.items():
-        value = given.get(option, default)
+        value = settings.get(option, default)
         if value is None:
             raise ValueError(f"loss_fn {name!r} has no default for {option}: set loss_fn_config={{{option!r}: ...}}")
         if isinstance(value, str) or not math.isfinite(value):

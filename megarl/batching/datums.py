@@ -30,7 +30,7 @@ class Datum:
 
 @dataclass(frozen=True)
 class AdamParams:
-    """Settings of one update with AdamW. The defaults are those of the Tinker API. Raises ValueError for impossible values."""
+    """Settings of one update with AdamW. The defaults equal the Tinker API's. Raises ValueError for impossible values."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9

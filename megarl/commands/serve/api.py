@@ -59,7 +59,7 @@ class Sampler:
 
 
 class TrainingApi:
-    """What the routes call. `name`: of the model for clients. Thread-safe; the trainers' calls run in `calls.serve`."""
+    """The operations behind the routes. `name`: of the model for clients. Thread-safe; the trainers' calls run in `calls.serve`."""
 
     def __init__(self, session: TrainingSession, name: str, calls: TrainerCalls) -> None:
         self.session, self.name, self.calls, self.answers = session, name, calls, Answers()

@@ -79,7 +79,7 @@ def _vector(tensor: Any, where: str) -> np.ndarray:
         raise ValueError(f"{where} has data type {tensor.dtype} of the protocol; use float32 or int64")
     kind = np.dtype(_DTYPES[tensor.dtype])
     if len(tensor.dense) % kind.itemsize:
-        raise ValueError(f"{where} has {len(tensor.dense)} bytes, which is no whole number of {kind} values")
+        raise ValueError(f"{where} has {len(tensor.dense)} bytes, not a multiple of the size of {kind} values")
     return np.frombuffer(tensor.dense, kind)
 
 
@@ -103,18 +103,18 @@ def adam_params(body: Mapping[str, Any]) -> AdamParams:
         raise ValueError(
             "optim_step has parameters of another optimizer; this server updates with AdamW: send tinker.AdamParams"
         )
-    given = body.get("adam_params")
-    if not isinstance(given, dict):
+    settings = body.get("adam_params")
+    if not isinstance(settings, dict):
         raise ValueError("optim_step has no adam_params: send tinker.AdamParams(learning_rate=...)")
-    known = [each.name for each in fields(AdamParams)]
-    if unknown := sorted(set(given) - set(known)):
-        raise ValueError(f"adam_params has {', '.join(unknown)}; this server reads {', '.join(known)}")
-    return AdamParams(**given)
+    names = [each.name for each in fields(AdamParams)]
+    if unknown := sorted(set(settings) - set(names)):
+        raise ValueError(f"adam_params has {', '.join(unknown)}; this server reads {', '.join(names)}")
+    return AdamParams(**settings)
 
 
 @dataclass(frozen=True)
 class SampleCall:
-    """An asample request. likely: return so many likely tokens of each prompt position; None: no prompt log-probs."""
+    """An asample request. likely: number of likely tokens to return for each prompt position; None: no prompt log-probs."""
 
     session: str
     seq_id: int
@@ -122,7 +122,7 @@ class SampleCall:
     count: int
     params: SamplingParams
     likely: int | None
-    last: int | None  # score only so many tokens at the prompt's end; None: all
+    last: int | None  # number of tokens to score, at the prompt's end; None: all
 
 
 def sample_call(body: Mapping[str, Any], longest: int) -> SampleCall:

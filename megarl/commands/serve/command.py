@@ -43,7 +43,7 @@ def api_key() -> str:
         return _PREFIX + secrets.token_urlsafe(24)
     if not key.startswith(_PREFIX) or len(key) < _SHORTEST:
         raise InputError(
-            f"{_KEY} of this shell is no key for a server: it must start with {_PREFIX} and have at least {_SHORTEST} characters. "
+            f"{_KEY} in this shell cannot be a server's key: it must start with {_PREFIX} and have at least {_SHORTEST} characters. "
             f"Unset it to get a new key."
         )
     return key

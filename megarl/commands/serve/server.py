@@ -52,15 +52,15 @@ def make_app(api: TrainingApi, token: str) -> Starlette:
 
 
 class TokenCheck:
-    """Passes requests whose header ``X-API-Key`` is the token."""
+    """Passes requests with the token in the header ``X-API-Key``."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._token = app, token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            given = b"".join(value for name, value in scope["headers"] if name == b"x-api-key")
-            if not hmac.compare_digest(given, self._token):
+            key = b"".join(value for name, value in scope["headers"] if name == b"x-api-key")
+            if not hmac.compare_digest(key, self._token):
                 error = "wrong key: set TINKER_API_KEY to the key that `megarl serve` has printed"
                 await JSONResponse({"error": error}, 401)(scope, receive, send)
                 return
@@ -181,7 +181,7 @@ def _json_get(answer: Callable[[Request], Any]) -> Endpoint:
 async def _no_route(request: Request) -> Response:
     path = request.url.path
     raise HTTPException(
-        404, f"{request.method} {path}: `megarl serve` does not have this operation; docs/serve.md lists what it has"
+        404, f"{request.method} {path}: `megarl serve` does not have this operation; docs/serve.md lists its operations"
     )
 
 

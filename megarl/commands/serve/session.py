@@ -46,7 +46,7 @@ _START = ("start", "start")  # the state of the starting model
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. stop_ids: tokens that end a response; None: the tokenizer's; (): none. prompt_top_k: also score the prompt,
+    """Settings of a request. stop_ids: tokens that end a response; None: the tokenizer's; (): none. prompt_top_k: also score the prompt,
     with this many likely tokens at each position; None: do not. Raises ValueError for impossible values."""
 
     max_tokens: int
@@ -174,7 +174,7 @@ class TrainingSession:
         """Return the loss. Raises ValueError if `data` does not fit it or the model."""
         checked = checked_loss(loss, options)
         if not data:
-            raise ValueError("there is no data: give at least one datum")
+            raise ValueError("data is empty: give at least one datum")
         for number, datum in enumerate(data):
             where = f"datum {number}"
             check_inputs(
@@ -256,7 +256,7 @@ class TrainingSession:
         return GenerationRequest(0, text, sampling, params.seed, prompt_top_k=params.prompt_top_k)
 
     def close_sampling(self) -> None:
-        """Refuse further requests until `publish`, and wait for those that run. Raises if a process has died meanwhile."""
+        """Refuse further requests until `publish`, and wait for running ones. Raises if a process has died meanwhile."""
         with self._idle:
             self.sampled_updates = None
             while any(self._running.values()):

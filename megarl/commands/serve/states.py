@@ -79,7 +79,7 @@ class StateStore:
         return SavedState(existing[-1] / _GROUP, about)
 
     def delete_expired(self) -> None:
-        """Delete the states whose lifetime has ended."""
+        """Delete expired states."""
         for place in self.folder.glob("*/*"):
             for path in list_checkpoints(place):
                 expires = load_state(path)["expires_at"]
@@ -89,7 +89,7 @@ class StateStore:
 
 
 class ExportStore:
-    """Models for engines below `folder`, by model and name: Hugging Face directories, `NAME.json` beside each with its lifetime."""
+    """Models for engines below `folder`, by model and name: Hugging Face directories, each with a `NAME.json` that records its lifetime."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -109,7 +109,7 @@ class ExportStore:
         return place
 
     def delete_expired(self) -> None:
-        """Delete the models whose lifetime has ended."""
+        """Delete expired models."""
         for about in self.folder.glob("*/*.json"):
             expires = json.loads(about.read_text(encoding="utf-8"))["expires_at"]
             if expires is not None and expires < time.time():

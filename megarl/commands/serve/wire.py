@@ -18,7 +18,7 @@ FLOAT32, INT64, INT32 = 1, 2, 3
 STOP, LENGTH = 0, 1
 """Values of `stop_reason`."""
 
-# Message: fields as "number name type"; `[]` marks a repeated field, `?` one whose absence can be seen, `{}` a map from text.
+# Message: fields as "number name type"; `[]` marks a repeated field, `?` an optional one (HasField), `{}` a map from text.
 _MESSAGES = {
     "SparseCsr": ["1 values bytes", "2 crow_indices bytes", "3 col_indices bytes"],
     "Tensor": ["1 dense bytes", "2 sparse_csr SparseCsr", "3 dtype int32", "4 shape int64[]"],
@@ -68,8 +68,8 @@ def _classes() -> dict[str, Any]:
             _add_field(message, *text.split())
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    found = (pool.FindMessageTypeByName(f"{_PACKAGE}.{name}") for name in _MESSAGES)
-    return {each.name: message_factory.GetMessageClass(each) for each in found}
+    descriptors = (pool.FindMessageTypeByName(f"{_PACKAGE}.{name}") for name in _MESSAGES)
+    return {each.name: message_factory.GetMessageClass(each) for each in descriptors}
 
 
 def _add_field(message: Any, number: str, name: str, kind: str) -> None:

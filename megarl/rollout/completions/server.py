@@ -10,7 +10,7 @@ class CompletionServer(RolloutServer):
     """Runs inside a service process (see cluster/)."""
 
     async def complete(self, requests: list[GenerationRequest]) -> list[list[Completion]]:
-        """Sample `requests`; their groups must differ from those that run. Returns each one's completions, in seed order."""
+        """Sample `requests`; their group numbers must differ from running ones. Returns each one's completions, in seed order."""
         done: dict[int, list[Completion]] = {}
         await self._generate(requests, done.__setitem__)
         return [done[request.group] for request in requests]
