@@ -28,8 +28,8 @@ __all__ = [
     "Datum",
     "Recipe",
     "RecipeError",
-    "SamplingParams",  # noqa: F822 -- `_HOMES`
-    "TrainingSession",  # noqa: F822
+    "SamplingParams",
+    "TrainingSession",
     "load_recipe",
     "train",
 ]

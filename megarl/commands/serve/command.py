@@ -27,13 +27,19 @@ def serve_recipe(recipe: Recipe, *, host: str, port: int | None, name: str | Non
     token = api_key()
     listener = listen(host, PORT if port is None else port)
     served = name or recipe.model.path
-    with listener, TrainingSession.open(recipe, resettable=True) as session:
-        calls = TrainerCalls()
-        api = TrainingApi(session, served, calls)
-        with _answering(api, token, listener):
-            print(start_text(served, host, listener.getsockname()[1], token), flush=True)
-            with contextlib.suppress(KeyboardInterrupt):
+    is_serving = False
+    try:
+        with listener, TrainingSession.open(recipe, resettable=True) as session:
+            calls = TrainerCalls()
+            api = TrainingApi(session, served, calls)
+            with _answering(api, token, listener):
+                print(start_text(served, host, listener.getsockname()[1], token), flush=True)
+                is_serving = True
                 calls.serve(session.cluster.check)
+    except KeyboardInterrupt:
+        if not is_serving:
+            raise
+        print("The server has ended.", flush=True)
 
 
 def api_key() -> str:

@@ -60,7 +60,7 @@ class ServedModel:
 
 
 def prepare_served_model(recipe: Recipe) -> ServedModel:
-    """Check `recipe`, and fetch and read its model. Raises RecipeError or ValueError."""
+    """Check `recipe`, fetch and read its model, and lock the run's directory. Raises RecipeError or ValueError."""
     recipe = served_recipe(with_absolute_paths(recipe))
     inputs = [POLICY, "model.tokenizer", *(["lora.path"] if recipe.lora.rank else [])]
     fetched = fetch_inputs(recipe, inputs)
@@ -73,8 +73,8 @@ def prepare_served_model(recipe: Recipe) -> ServedModel:
     platform = platforms.select(recipe.cluster.device)
     check_device(recipe, platform.name)
     directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
-    directory.path.mkdir(parents=True, exist_ok=True)
-    return ServedModel(recipe, platform, survey.tokenizer, survey.configs[POLICY], fetched.notices, directory)
+    notices = [*fetched.notices, *filter(None, [directory.lock()])]
+    return ServedModel(recipe, platform, survey.tokenizer, survey.configs[POLICY], notices, directory)
 
 
 def _check_settings(survey: Survey) -> None:

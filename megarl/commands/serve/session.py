@@ -115,10 +115,13 @@ class TrainingSession:
             model = prepare_served_model(recipe)
         for notice in model.notices:
             _notice(notice)
-        with connected(model.recipe, model.platform, model.demand) as cluster:
-            session = cls(model, cluster, resettable=resettable)
-            yield session
-            session.group.shutdown()
+        try:
+            with connected(model.recipe, model.platform, model.demand) as cluster:
+                session = cls(model, cluster, resettable=resettable)
+                yield session
+                session.group.shutdown()
+        finally:
+            model.directory.unlock()
 
     # --- training -------------------------------------------------------------------------------
 
