@@ -18,21 +18,37 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
+    from megarl.batching.datums import AdamParams, Datum
     from megarl.preflight.load import load_recipe
     from megarl.recipe import Recipe, RecipeError
 
 __version__ = "0.1.0"
-__all__ = ["Recipe", "RecipeError", "load_recipe", "train"]
+__all__ = [
+    "AdamParams",
+    "Datum",
+    "Recipe",
+    "RecipeError",
+    "SamplingParams",
+    "TrainingSession",
+    "load_recipe",
+    "train",
+]
+_HOMES = {
+    "AdamParams": "megarl.batching.datums",
+    "Datum": "megarl.batching.datums",
+    "Recipe": "megarl.recipe",
+    "RecipeError": "megarl.recipe",
+    "SamplingParams": "megarl.commands.serve.session",
+    "TrainingSession": "megarl.commands.serve.session",
+    "load_recipe": "megarl.preflight.load",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import a name of `__all__` on first use: `import megarl` stays fast, and Ctrl-C during imports is reported."""
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megarl import recipe
-    from megarl.preflight import load
-
-    return getattr(load if name == "load_recipe" else recipe, name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def train(recipe: Recipe) -> Path:

@@ -26,6 +26,7 @@ from megarl.commands.keys.command import keys_command
 from megarl.commands.model.command import app as model_app
 from megarl.commands.plan import cli_options
 from megarl.commands.report import report_command
+from megarl.commands.serve.cli_command import serve_command
 from megarl.commands.simulate import cli_options as simulate_options
 from megarl.commands.view.cli_command import view_command
 from megarl.errors import as_input_error
@@ -110,6 +111,7 @@ def export_command(
 
 app.command(name="report")(report_command)
 app.command(name="view")(view_command)
+app.command(name="serve")(serve_command)
 
 app.command(name="compare")(compare_command)
 app.command(name="keys")(keys_command)

@@ -56,8 +56,8 @@ HOMES = {
     "PIL": ("data/images.py", "commands/data/"),
     "pyseccomp": ("sandbox/syscalls.py",),
     "mcp": ("agents/mcp_tools.py",),
-    "starlette": ("commands/view/",),
-    "uvicorn": ("commands/view/",),
+    "starlette": ("commands/view/", "commands/serve/"),
+    "uvicorn": ("commands/view/", "commands/serve/"),
 }
 
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60

@@ -40,6 +40,8 @@ class MicroBatch:
     images: Images | None = None  # None: text only
     counted: list[bool] | None = None  # per sequence: whether the loss counts it; None: all
     candidates: Candidates | None = None  # further tokens, for losses that read their log-probs
+    # int64 [T]: the token whose log-prob is computed at each index, given the tokens before it. None: the token itself.
+    predicted: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         assert sum(self.lengths) == len(self.tokens), (self.lengths, len(self.tokens))
@@ -47,6 +49,7 @@ class MicroBatch:
         for name, vector in self.vectors.items():
             assert len(vector) == len(self.tokens), (name, len(vector), len(self.tokens))
         assert self.candidates is None or len(self.candidates.tokens) == len(self.tokens)
+        assert self.predicted is None or len(self.predicted) == len(self.tokens)
 
     @property
     def counted_tokens(self) -> int:
@@ -69,7 +72,7 @@ class PackedStream:
     packed: bool
     tokens: torch.Tensor  # int64 [share]: this rank's part of the stream, sequence by sequence
     positions: torch.Tensor  # int64 [share], or [3, share] for a model that reads images: position in the sequence
-    labels: torch.Tensor  # int64 [share]: the next token; 0 at the end of a sequence
+    labels: torch.Tensor  # int64 [share]: the next token, or `MicroBatch.predicted` of it; 0 at the end of a sequence
     candidates: torch.Tensor | None  # int32 [share, K], on the host: alternatives to the next token
     sequences: torch.Tensor  # int64 [share]: sequence index; -1 for padding and for sequences that do not count
     lengths: torch.Tensor  # int64 [sequences]: without padding
@@ -145,7 +148,7 @@ def pack(
         positions = positions.repeat(3, 1)
         positions[:, places] = batch_positions(batch.images, batch.lengths, image_layout)
 
-    targets, sources, labels = _predictions(stream, places, within)
+    targets, sources, labels = _predictions(batch, stream, places, within)
     cuts = [_share(padded, cu_seqlens, context_parallel, rank) for rank in range(context_parallel)]
     rows = cuts if packing else [cut.view(len(lengths), -1).T.flatten() for cut in cuts]
     candidates = _candidates(batch, sources, targets, size)
@@ -173,7 +176,7 @@ def pack(
 
 
 def _predictions(
-    stream: torch.Tensor, places: torch.Tensor, within: torch.Tensor
+    batch: MicroBatch, stream: torch.Tensor, places: torch.Tensor, within: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (predicted tokens, stream indices of the logits that predict them, labels of the stream).
 
@@ -182,7 +185,7 @@ def _predictions(
     targets = torch.nonzero(within > 0).squeeze(1)  # every token but the first of a sequence is predicted
     sources = places[targets] - 1  # by the logits one place before it
     labels = torch.zeros_like(stream)
-    labels[sources] = stream[sources + 1]
+    labels[sources] = stream[sources + 1] if batch.predicted is None else batch.predicted.cpu()[targets]
     return targets, sources, labels
 
 

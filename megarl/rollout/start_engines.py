@@ -73,8 +73,10 @@ def start_engine(
     cluster: Cluster,
     replaces: Service | None = None,
     additional: bool = False,
+    server: str = ROLLOUT_SERVER,
 ) -> Service:
-    """Start the process of an engine of the policy. `replaces`, `additional`: see `Cluster.start_service`."""
+    """Start the process of an engine of the policy. `replaces`, `additional`: see `Cluster.start_service`. server: import path of
+    its class, `RolloutServer` or a subclass."""
     tokenizer = recipe.model.tokenizer or recipe.model.path
     images = ImageReader.of(recipe.model.path, recipe.data)
     scoring = (recipe.reward, sources, recipe.sandbox)
@@ -83,7 +85,7 @@ def start_engine(
     essential = recipe.rollout.min_engines is None
     engine = recipe.rollout.engine
     return _start(
-        ROLLOUT_SERVER,
+        server,
         engine,
         spec,
         args,

@@ -92,6 +92,14 @@ def updates(optimizer: Any) -> int:
     return max(counts)
 
 
+def forget_updates(optimizer: Any) -> None:
+    """Set Adam's moments to 0, and its number of updates: the state before the first update."""
+    for held in _ranges_by_parameter(optimizer).values():
+        for name in _MOMENTS:
+            held.states[name].zero_()
+    set_updates(optimizer, 0)
+
+
 def set_updates(optimizer: Any, count: int) -> None:
     """Continue Adam's bias correction from `count` updates. torch counts per parameter, fused Adams per group."""
     for inner in (inner for member in members(optimizer) for inner in inner_optimizers(member)):

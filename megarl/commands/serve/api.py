@@ -1,0 +1,366 @@
+"""The state of the API: client sessions, the model in training, samplers. One tenant: one model at a time."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.commands.serve import codec
+from megarl.commands.serve.calls import Answer, Answers, TrainerCalls
+from megarl.commands.serve.session import TrainingSession
+from megarl.commands.serve.states import ExportStore
+from megarl.types import Completion
+
+_ALIVE = 60.0  # seconds after its last message until a session counts as ended; clients send one every 10
+_SCHEME = "tinker://"
+
+
+class UnknownId(LookupError):
+    """An id that this server has not given out, or not since its start."""
+
+
+@dataclass
+class ClientSession:
+    """A client's session. `models`: number of its models."""
+
+    seen: float
+    finished: bool = False
+
+
+@dataclass
+class TrainedModel:
+    """The model in training. `calls`: request id by the client's number of the call. `broken`: a pass has failed since the last
+    update, so its gradient is missing."""
+
+    id: str
+    session: str
+    calls: dict[int, str] = field(default_factory=dict)
+    broken: str | None = None
+
+    @property
+    def folder(self) -> str:
+        """Its name in paths of files."""
+        return self.id.replace(":", "-")
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A sampling session. `version`: of the weights. `path`: of named weights."""
+
+    id: str
+    version: int
+    path: str | None = None
+
+
+class TrainingApi:
+    """The operations behind the routes. `name`: of the model for clients. Thread-safe; the trainers' calls run in `calls.serve`."""
+
+    def __init__(self, session: TrainingSession, name: str, calls: TrainerCalls) -> None:
+        self.session, self.name, self.calls, self.answers = session, name, calls, Answers()
+        self.exports = ExportStore(session.model.directory.path / "sampler_weights")
+        self.rank = session.recipe.lora.rank
+        self._lock = threading.RLock()
+        self._sessions: dict[str, ClientSession] = {}
+        self._model: TrainedModel | None = None
+        self._samplers: dict[str, Sampler] = {}
+        self._named: dict[str, int] = {}  # path of sampler weights -> version
+        self._base_version: int | None = session.version  # of the starting model in the engines; None: they have others
+
+    # --- sessions -------------------------------------------------------------------------------
+
+    def create_session(self) -> dict[str, Any]:
+        """Return the answer of create_session; the client logs the warning."""
+        session = f"s-{secrets.token_hex(8)}"
+        with self._lock:
+            self._sessions[session] = ClientSession(time.monotonic())
+        answer = {"type": "create_session", "session_id": session}
+        if not self.rank:
+            return answer
+        targets = ", ".join(self.session.recipe.lora.targets)
+        return {**answer, "warning_message": f"adapters are on {targets} (lora.targets), and none on the unembedding"}
+
+    def touch(self, session: str) -> ClientSession:
+        """Note a sign of life. Raises UnknownId."""
+        if session not in self._sessions:
+            raise UnknownId(f"session {session!r} is unknown; sessions end with the server: create a new ServiceClient")
+        self._sessions[session].seen = time.monotonic()
+        return self._sessions[session]
+
+    def finish_session(self, session: str) -> None:
+        """End a session; its model may be replaced."""
+        self.touch(session).finished = True
+
+    # --- models ---------------------------------------------------------------------------------
+
+    def create_model(self, body: Mapping[str, Any]) -> tuple[str, str]:
+        """Start training a new model from the starting weights. Returns the ids of request and model. Raises ValueError."""
+        self._check_name(str(body.get("base_model")))
+        self._check_lora(body.get("lora_config") or {})
+        self._check_optimizer(body)
+        model = self._new_model(body)
+
+        def create() -> Answer:
+            self.session.reset()
+            return _json({"type": "create_model", "model_id": model.id})
+
+        return self._submit(model, 0, create), model.id
+
+    def _new_model(self, body: Mapping[str, Any]) -> TrainedModel:
+        """Return the model of (session_id, model_seq_id), which becomes the model in training. Raises ValueError if there is one."""
+        session = str(body.get("session_id"))
+        self.touch(session)
+        new = f"{session}:train:{codec.integer(body, 'model_seq_id', 0)}"
+        with self._lock:
+            held = self._model
+            if held is not None and held.id == new:
+                return held
+            owner = None if held is None else self._sessions[held.session]
+            if held is not None and owner is not None and not owner.finished and time.monotonic() - owner.seen < _ALIVE:
+                raise ValueError(
+                    f"this server trains one model at a time, and {held.id} is in training. End its session first "
+                    f"(service_client.close('success')), or wait {_ALIVE:.0f} s after its client has ended"
+                )
+            self._model = TrainedModel(new, session)
+            return self._model
+
+    def _check_name(self, name: str) -> None:
+        if name != self.name:
+            raise ValueError(f"base_model is {name!r}; this server has {self.name!r}")
+
+    def _check_lora(self, config: Mapping[str, Any]) -> None:
+        rank, layers = config.get("rank", 0), ("train_mlp", "train_attn", "train_unembed")
+        if rank != self.rank:
+            trains = f"adapters of rank {self.rank}" if self.rank else "all weights (rank 0)"
+            raise ValueError(
+                f"rank is {rank}, and this server trains {trains}: create the client with rank={self.rank}, or serve the recipe with "
+                f"lora.rank={rank}"
+            )
+        if off := [name for name in layers if not config.get(name, True)]:
+            where = (
+                "lora.targets of the served recipe decides where adapters are"
+                if self.rank
+                else "this server trains all weights"
+            )
+            raise ValueError(f"{', '.join(off)}: {where}; leave {', '.join(layers)} at True")
+        seed = config.get("seed")
+        if seed is not None and seed != self.session.recipe.train.seed:
+            raise ValueError(
+                f"seed is {seed}; adapters start from train.seed={self.session.recipe.train.seed} of the recipe"
+            )
+
+    @staticmethod
+    def _check_optimizer(body: Mapping[str, Any]) -> None:
+        kind = (body.get("optimizer_config") or {}).get("type", "adamw")
+        if kind != "adamw":
+            raise ValueError(f"optimizer_config has type {kind!r}; this server updates with adamw")
+
+    def model(self, model_id: str) -> TrainedModel:
+        """Return the model in training. Raises UnknownId for another one."""
+        held = self._model
+        if held is None or held.id != model_id:
+            raise UnknownId(f"model {model_id!r} is not in training on this server; create a new training client")
+        self.touch(held.session)
+        return held
+
+    def info(self, model_id: str) -> dict[str, Any]:
+        """Return the answer of get_info."""
+        model = self.model(model_id)
+        data = {"arch": self.session.model.config.get("model_type"), "model_name": self.name, "tokenizer_id": self.name}
+        lora = {"is_lora": bool(self.rank), "lora_rank": self.rank or None}
+        return {"type": "get_info", "model_data": data, "model_id": model.id, "model_name": self.name, **lora}
+
+    # --- training -------------------------------------------------------------------------------
+
+    def run_pass(self, body: bytes) -> str:
+        """Queue a forward or forward_backward call. Returns the request id. Raises ValueError for a damaged body."""
+        message = codec.pass_header(body)
+        model = self.model(message.model_id)
+
+        def run() -> Answer:
+            try:
+                request = codec.pass_request(message)
+                call = self.session.forward if request.forward_only else self.session.forward_backward
+                scores = call(request.data, request.loss, request.options)
+            except ValueError as error:
+                model.broken = model.broken if message.forward_only else str(error)
+                raise
+            return Answer(codec.pass_output(scores, len(request.data)), is_protobuf=True)
+
+        return self._submit(model, message.seq_id, run)
+
+    def optim_step(self, body: Mapping[str, Any]) -> str:
+        model = self.model(str(body.get("model_id")))
+
+        def run() -> Answer:
+            params = codec.adam_params(body)
+            if model.broken is not None:
+                cause, model.broken = model.broken, None
+                if self.session.passes:
+                    self.session.forget_gradients()
+                raise ValueError(
+                    f"no update: a forward_backward call before it failed, and all gradients are forgotten ({cause})"
+                )
+            return _json({"metrics": {"grad_norm": self.session.optim_step(params)}})
+
+        return self._submit(model, codec.integer(body, "seq_id", 0), run)
+
+    def save_weights(self, body: Mapping[str, Any]) -> str:
+        """Queue save_state."""
+        model, name = self.model(str(body.get("model_id"))), str(body.get("path"))
+
+        def run() -> Answer:
+            how = {"overwrite": bool(body.get("overwrite")), "seconds": body.get("ttl_seconds")}
+            self.session.save_state(model.folder, name, metadata=body.get("user_metadata"), **how)
+            return _json({"type": "save_weights", "path": f"{_SCHEME}{model.id}/weights/{name}"})
+
+        return self._submit(model, codec.integer(body, "seq_id", 0), run)
+
+    def load_weights(self, body: Mapping[str, Any]) -> tuple[str, str]:
+        """Queue load_state, into the model in training or a new one. Returns the ids of request and model. Raises ValueError."""
+        path, with_optimizer = str(body.get("path")), bool(body.get("optimizer"))
+        if body.get("weights_access_token"):
+            raise ValueError("weights_access_token is set; this server has one account: leave it out")
+        owner, name = _parts(path, "weights")
+        saved = self.session.states.find(owner.replace(":", "-"), name)
+        if body.get("session_id") is not None:
+            if body.get("base_model") is not None:
+                self._check_name(str(body["base_model"]))
+            self._check_optimizer(body)
+            model, number = self._new_model(body), 0
+        else:
+            model, number = self.model(str(body.get("model_id"))), codec.integer(body, "seq_id", 0)
+
+        def run() -> Answer:
+            self.session.load_state(saved, with_optimizer=with_optimizer)
+            model.broken = None
+            return _json({"type": "load_weights", "path": path, "model_id": model.id})
+
+        return self._submit(model, number, run), model.id
+
+    # --- samplers -------------------------------------------------------------------------------
+
+    def save_for_sampler(self, body: Mapping[str, Any]) -> str:
+        """Queue the weight sync to the engines; with a name also the export of the model."""
+        model, name = self.model(str(body.get("model_id"))), body.get("path")
+        kind = body.get("kind", "snapshot")
+
+        def run() -> Answer:
+            if kind != "snapshot":
+                raise ValueError(
+                    f"kind is {kind!r}; this server has 'snapshot' alone: engines sample with the newest saved weights"
+                )
+            path = None
+            if name is not None:
+                limit, metadata = body.get("ttl_seconds"), body.get("user_metadata")
+                self.session.export(self.exports.place(model.folder, str(name), seconds=limit, metadata=metadata))
+                path = f"{_SCHEME}{model.id}/sampler_weights/{name}"
+            version = self._publish()
+            if path is not None:
+                self._named[path] = version
+                return _json({"type": "save_weights_for_sampler", "path": path})
+            return _json({"type": "save_weights_for_sampler", "sampling_session_id": self._new_sampler(version).id})
+
+        return self._submit(model, codec.integer(body, "seq_id", 0), run)
+
+    def _publish(self) -> int:
+        """Send the weights to the engines, unless they have them."""
+        session = self.session
+        if session.sampled_updates != session.updates:
+            session.publish()
+            self._base_version = session.version if session.is_fresh else None
+        return session.version
+
+    def create_sampler(self, body: Mapping[str, Any]) -> Callable[[], Answer]:
+        """Return the call that creates a sampling session, for the thread of the trainers. Raises ValueError."""
+        self.touch(str(body.get("session_id")))
+        path, base = body.get("model_path"), body.get("base_model")
+        if path is not None:
+            _parts(str(path), "sampler_weights")
+        else:
+            self._check_name(str(base))
+
+        def run() -> Answer:
+            version = self._named.get(str(path)) if path is not None else self._base()
+            if version != self.session.version or self.session.sampled_updates is None:
+                raise ValueError(
+                    f"{path or base} cannot be sampled now: the engines hold one version of the weights, and this is not it. Call "
+                    "save_weights_for_sampler again"
+                )
+            sampler = self._new_sampler(version, path)
+            return _json({"type": "create_sampling_session", "sampling_session_id": sampler.id})
+
+        return run
+
+    def _base(self) -> int | None:
+        """Return the version of the starting model, which is published if the trainers still have it."""
+        if self.session.is_fresh and self._base_version is None:
+            self._publish()
+        return self._base_version
+
+    def _new_sampler(self, version: int, path: str | None = None) -> Sampler:
+        sampler = Sampler(f"sampler-{secrets.token_hex(8)}", version, path)
+        with self._lock:
+            self._samplers[sampler.id] = sampler
+        return sampler
+
+    def sampler(self, sampler_id: str) -> dict[str, Any]:
+        """Return a sampler's description. Raises UnknownId."""
+        return {"sampler_id": sampler_id, "base_model": self.name, "model_path": self._sampler(sampler_id).path}
+
+    def _sampler(self, sampler_id: str) -> Sampler:
+        with self._lock:
+            if sampler_id not in self._samplers:
+                raise UnknownId(
+                    f"sampling session {sampler_id!r} is unknown; they end with the server: create a new one"
+                )
+            return self._samplers[sampler_id]
+
+    def sample(self, body: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """Start sampling. Returns the id of the request, and an id for each response. Raises ValueError."""
+        call = codec.sample_call(body, self.session.model.longest_sample)
+        sampler = self._sampler(call.session)
+        request_id = f"{sampler.id}:sample:{call.seq_id}"
+        names = [f"{request_id}:{number}" for number in range(call.count)]
+        with self._lock:
+            if self.answers.get(request_id) is not None:
+                return request_id, names  # sent again
+            answer: Future[Answer] = Future()
+            running = self.session.begin_sample(call.prompt, call.params, call.count, sampler.version)
+            self.answers.add(request_id, answer)
+
+        def finish(done: Future[list[Completion]]) -> None:
+            error = done.exception()
+            if error is not None:
+                answer.set_result(Answer(error=f"{type(error).__name__}: {error}"))
+            else:
+                answer.set_result(Answer(codec.sample_output(call, done.result()), is_protobuf=True))
+
+        running.add_done_callback(finish)
+        return request_id, names
+
+    def _submit(self, model: TrainedModel, number: int, call: Callable[[], Answer]) -> str:
+        """Queue a call of `model`; a call that the client sends again keeps its answer."""
+        request_id = f"{model.id}:{number}"
+        with self._lock:
+            if number not in model.calls:
+                self.answers.add(request_id, self.calls.submit(call))
+                model.calls[number] = request_id
+        return request_id
+
+
+def _json(value: dict[str, Any]) -> Answer:
+    return Answer(json.dumps(value).encode())
+
+
+def _parts(path: str, kind: str) -> tuple[str, str]:
+    """Return model and name of ``tinker://MODEL/KIND/NAME``. Raises ValueError for another path."""
+    parts = path.removeprefix(_SCHEME).split("/")
+    if not path.startswith(_SCHEME) or len(parts) != 3 or parts[1] != kind:
+        raise ValueError(f"the path is {path!r}; it must be tinker://MODEL/{kind}/NAME")
+    return parts[0], parts[2]

@@ -1,0 +1,99 @@
+"""Calls that wait for the thread of the trainers, and their answers, which the client fetches by the id of its request."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+MOST_WAITING = 256  # calls that wait for the trainers
+MOST_ANSWERS, MOST_ANSWER_BYTES = 8192, 512 << 20  # kept until they are fetched
+
+
+class TooManyCalls(RuntimeError):
+    """More calls wait than the server accepts; the client should try again later."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The body of a finished call. error: the message if it failed; `by_caller`: the caller caused it."""
+
+    body: bytes = b""
+    is_protobuf: bool = False
+    error: str | None = None
+    by_caller: bool = False
+
+
+class Answers:
+    """Answers by request id. Finished ones that were fetched are forgotten first when there are too many. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._futures: OrderedDict[str, Future[Answer]] = OrderedDict()
+        self._fetched: OrderedDict[str, int] = OrderedDict()  # bytes
+        self._bytes = 0
+
+    def add(self, request_id: str, answer: Future[Answer]) -> None:
+        with self._lock:
+            if len(self._futures) >= MOST_ANSWERS:
+                self._forget(0)
+            if len(self._futures) >= MOST_ANSWERS:
+                raise TooManyCalls(f"{MOST_ANSWERS:,} answers wait to be fetched")
+            self._futures[request_id] = answer
+
+    def get(self, request_id: str) -> Future[Answer] | None:
+        """Return the answer; None if the id is unknown, or its answer was fetched and forgotten."""
+        with self._lock:
+            return self._futures.get(request_id)
+
+    def fetched(self, request_id: str, size: int) -> None:
+        """Note that the client has fetched an answer of `size` bytes. It is kept for a while: the response may have been lost."""
+        with self._lock:
+            if request_id in self._futures and request_id not in self._fetched:
+                self._fetched[request_id], self._bytes = size, self._bytes + size
+            self._forget(MOST_ANSWER_BYTES)
+
+    def _forget(self, keep_bytes: int) -> None:
+        while self._fetched and (self._bytes > keep_bytes or len(self._fetched) > MOST_ANSWERS // 2):
+            request_id, size = self._fetched.popitem(last=False)
+            self._bytes -= size
+            del self._futures[request_id]
+
+
+class TrainerCalls:
+    """Calls in the order of their submission, all made by one thread: the one that runs `serve`."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.Queue[tuple[Callable[[], Answer], Future[Answer]]] = queue.Queue(MOST_WAITING)
+        self.stop = threading.Event()
+
+    def submit(self, call: Callable[[], Answer]) -> Future[Answer]:
+        """Queue a call. Raises TooManyCalls."""
+        future: Future[Answer] = Future()
+        try:
+            self._waiting.put_nowait((call, future))
+        except queue.Full:
+            raise TooManyCalls(f"{MOST_WAITING} calls wait for the trainers") from None
+        return future
+
+    def serve(self, check: Callable[[], None]) -> None:
+        """Make the calls until `stop` is set. `check` is called every second without a call.
+
+        A ValueError of a call is the caller's; another exception is answered, and ends the server.
+        """
+        while not self.stop.is_set():
+            try:
+                call, future = self._waiting.get(timeout=1.0)
+            except queue.Empty:
+                check()
+                continue
+            try:
+                future.set_result(call())
+            except ValueError as error:
+                future.set_result(Answer(error=str(error), by_caller=True))
+            except BaseException as error:
+                future.set_result(Answer(error=f"the server ends: {type(error).__name__}: {error}"))
+                raise

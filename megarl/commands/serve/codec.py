@@ -1,0 +1,218 @@
+"""Convert messages of the Tinker API to the types of a `TrainingSession`, and results back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from megarl.batching.datums import AdamParams, Datum, DatumScores
+from megarl.commands.serve import wire
+from megarl.commands.serve.session import SamplingParams
+from megarl.types import Completion, TokenScores
+
+_DTYPES = {wire.FLOAT32: "<f4", wire.INT64: "<i8"}
+_MASKED = -99999.0  # the client's log-prob of an entry that is not there
+
+
+@dataclass(frozen=True)
+class PassRequest:
+    """A forward or forward_backward request."""
+
+    model_id: str
+    seq_id: int
+    data: list[Datum]
+    loss: str
+    options: dict[str, float | str]
+    forward_only: bool
+
+
+def pass_header(body: bytes) -> Any:
+    """Return the message of a forward_backward request. Raises ValueError if it is damaged."""
+    return wire.parse("ForwardBackwardRequest", body)
+
+
+def pass_request(message: Any) -> PassRequest:
+    """Return a request with its data. Raises ValueError for data that the served models cannot read."""
+    options: dict[str, float | str] = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        options[name] = value.text if value.HasField("text") else value.number
+    return PassRequest(
+        message.model_id,
+        message.seq_id,
+        [_datum(datum, f"datum {number}") for number, datum in enumerate(message.data)],
+        message.loss_fn,
+        options,
+        message.forward_only,
+    )
+
+
+def _datum(message: Any, where: str) -> Datum:
+    for chunk in message.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise ValueError(f"{where}: model_input has an image or audio chunk; this server reads tokens only")
+    tokens = [np.frombuffer(chunk.encoded_text.tokens, "<i4") for chunk in message.model_input]
+    ids = np.concatenate(tokens).astype(np.int64) if tokens else np.zeros(0, np.int64)
+    vectors = {name: _vector(tensor, f"{where}: {name}") for name, tensor in message.loss_fn_inputs.items()}
+    if not len(ids):
+        raise ValueError(f"{where}: model_input is empty")
+    if "target_tokens" not in vectors:
+        raise ValueError(f"{where}: loss_fn_inputs lacks target_tokens, one id per token of model_input")
+    targets = vectors.pop("target_tokens")
+    if targets.dtype.kind != "i":
+        raise ValueError(f"{where}: target_tokens are {targets.dtype}; they must be int64")
+    for name, vector in {"target_tokens": targets, **vectors}.items():
+        if len(vector) != len(ids):
+            raise ValueError(
+                f"{where}: {name} has {len(vector)} entries and model_input {len(ids)} tokens; both must be equal"
+            )
+    return Datum(ids, targets.astype(np.int64), {name: vector.astype(np.float32) for name, vector in vectors.items()})
+
+
+def _vector(tensor: Any, where: str) -> np.ndarray:
+    if tensor.HasField("sparse_csr") or len(tensor.shape) > 1:
+        shape = list(tensor.shape)
+        raise ValueError(f"{where} has shape {shape}; this server takes one value per token, of shape [N]")
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"{where} has data type {tensor.dtype} of the protocol; use float32 or int64")
+    kind = np.dtype(_DTYPES[tensor.dtype])
+    if len(tensor.dense) % kind.itemsize:
+        raise ValueError(f"{where} has {len(tensor.dense)} bytes, not a multiple of the size of {kind} values")
+    return np.frombuffer(tensor.dense, kind)
+
+
+def pass_output(scores: DatumScores, count: int) -> bytes:
+    """Return the ForwardBackwardOutput of `count` data."""
+    message = wire.new("ForwardBackwardOutput")
+    message.loss_fn_output_type = "ArrayRecord"
+    message.metrics["loss:sum"] = scores.loss
+    record = message.loss_fn_outputs.add()
+    record.num_datums = count
+    vectors = [np.asarray(scores.log_probs[number], "<f4") for number in range(count)]
+    field = record.fields["logprobs"]
+    field.data, field.dtype = np.concatenate(vectors).tobytes(), wire.FLOAT32
+    field.offsets = np.cumsum([0, *(vector.nbytes for vector in vectors)]).astype("<i8").tobytes()
+    return bytes(message.SerializeToString())
+
+
+def adam_params(body: Mapping[str, Any]) -> AdamParams:
+    """Return the settings of an optim_step request. Raises ValueError for another optimizer and unknown settings."""
+    if "optimizer_params" in body:
+        raise ValueError(
+            "optim_step has parameters of another optimizer; this server updates with AdamW: send tinker.AdamParams"
+        )
+    settings = body.get("adam_params")
+    if not isinstance(settings, dict):
+        raise ValueError("optim_step has no adam_params: send tinker.AdamParams(learning_rate=...)")
+    names = [each.name for each in fields(AdamParams)]
+    if unknown := sorted(set(settings) - set(names)):
+        raise ValueError(f"adam_params has {', '.join(unknown)}; this server reads {', '.join(names)}")
+    return AdamParams(**settings)
+
+
+@dataclass(frozen=True)
+class SampleCall:
+    """An asample request. likely: number of likely tokens to return for each prompt position; None: no prompt log-probs."""
+
+    session: str
+    seq_id: int
+    prompt: list[int]
+    count: int
+    params: SamplingParams
+    likely: int | None
+    last: int | None  # number of tokens to score, at the prompt's end; None: all
+
+
+def sample_call(body: Mapping[str, Any], longest: int) -> SampleCall:
+    """Return the request. longest: of prompt and response together, for requests without max_tokens. Raises ValueError."""
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "topk_sample_logprobs", "record_stability_info"):
+        if body.get(name):
+            raise ValueError(f"sample has {name}, which this server does not have: leave it out")
+    settings, prompt = body.get("sampling_params") or {}, _prompt(body.get("prompt") or {})
+    wants = bool(body.get("prompt_logprobs"))
+    likely = integer(body, "topk_prompt_logprobs", 0) if wants or body.get("topk_prompt_logprobs") else None
+    max_tokens = settings.get("max_tokens")
+    params = SamplingParams(
+        max_tokens=longest - len(prompt) if max_tokens is None else integer(settings, "max_tokens", 0),
+        temperature=_number(settings, "temperature", 1.0),
+        top_p=_number(settings, "top_p", 1.0),
+        top_k=integer(settings, "top_k", -1) or -1,
+        seed=None if settings.get("seed") is None else integer(settings, "seed", 0),
+        stop_ids=_stop_ids(settings.get("stop")),
+        prompt_top_k=likely,
+    )
+    last = None if body.get("prompt_logprobs_last_n") is None else integer(body, "prompt_logprobs_last_n", 0)
+    if last is not None and not 1 <= last < len(prompt):
+        raise ValueError(
+            f"prompt_logprobs_last_n is {last}; it must be from 1 to {len(prompt) - 1}, the prompt's length less 1"
+        )
+    session, seq_id = str(body.get("sampling_session_id") or ""), integer(body, "seq_id", 0)
+    return SampleCall(session, seq_id, prompt, integer(body, "num_samples", 1), params, likely, last)
+
+
+def _prompt(body: Any) -> list[int]:
+    tokens: list[int] = []
+    for chunk in body.get("chunks") or []:
+        if chunk.get("type", "encoded_text") != "encoded_text":
+            raise ValueError(f"the prompt has a chunk of type {chunk.get('type')!r}; this server reads tokens only")
+        ids = chunk.get("tokens") or []
+        if not all(isinstance(token, int) for token in ids):
+            raise ValueError("the prompt has tokens that are not integers")
+        tokens += ids
+    return tokens
+
+
+def _stop_ids(stop: Any) -> tuple[int, ...] | None:
+    if stop is None:
+        return None
+    if isinstance(stop, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in stop):
+        return tuple(stop)
+    raise ValueError(
+        f"stop is {stop!r}; this server stops at tokens, not at texts: give token ids, for example of tokenizer.encode, or choose a "
+        "renderer that ends turns with a special token"
+    )
+
+
+def integer(body: Mapping[str, Any], name: str, default: int) -> int:
+    value = body.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} is {value!r}; it must be an integer")
+    return value
+
+
+def _number(body: Mapping[str, Any], name: str, default: float) -> float:
+    value = body.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is {value!r}; it must be a number")
+    return float(value)
+
+
+def sample_output(call: SampleCall, completions: Sequence[Completion]) -> bytes:
+    """Return the SampleResponse. Log-probs that the engine cannot give exactly, with another temperature than 1, are absent."""
+    message = wire.new("SampleResponse")
+    for completion in completions:
+        sequence = message.sequences.add()
+        sequence.stop_reason = wire.STOP if completion.finish_reason == "stop" else wire.LENGTH
+        sequence.tokens = np.asarray(completion.tokens, "<i4").tobytes()
+        if not np.isnan(completion.log_probs).any():
+            sequence.logprobs = np.asarray(completion.log_probs, "<f4").tobytes()
+    if call.likely is not None:
+        scores = completions[0].prompt
+        assert scores is not None, "the request asked for them"
+        _add_prompt_scores(message, scores, call)
+    return bytes(message.SerializeToString())
+
+
+def _add_prompt_scores(message: Any, scores: TokenScores, call: SampleCall) -> None:
+    length = len(scores.log_probs)
+    first = 1 if call.last is None else length - call.last  # entries before it are not there
+    log_probs = np.asarray(scores.log_probs, "<f4").copy()
+    log_probs[:first] = np.nan
+    message.prompt_logprobs = log_probs.tobytes()
+    if call.likely:
+        ids, likely = scores.top_tokens.astype("<i4"), scores.top_log_probs.astype("<f4")
+        ids[:first], likely[:first] = 0, _MASKED
+        top = message.topk_prompt_logprobs
+        top.token_ids, top.logprobs, top.k, top.length = ids.tobytes(), likely.tobytes(), ids.shape[1], length
