@@ -13,7 +13,9 @@ LOG_PROBS = [-1.0, -2.0, -0.5]
 SAMPLED = {"logprobs": [-1.0, -1.0, -1.5], "advantages": [0.0, 1.0, -2.0]}  # ratios: unused, 1/e, e
 
 
-def value_and_gradient(name: str, options: dict[str, float], vectors: dict[str, list[float]]) -> tuple[float, list[float]]:
+def value_and_gradient(
+    name: str, options: dict[str, float], vectors: dict[str, list[float]]
+) -> tuple[float, list[float]]:
     log_probs = torch.tensor(LOG_PROBS, requires_grad=True)
     loss = checked_loss(name, options)
     value = loss(log_probs, {key: torch.tensor(vector) for key, vector in vectors.items()}, [1, 2])

@@ -62,7 +62,9 @@ def _check_answer(answer: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("tinker") is None, reason="the client is not installed: pip install tinker")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tinker") is None, reason="the client is not installed: pip install tinker"
+)
 def test_the_installed_client(tmp_path: Path) -> None:
     """The client itself, over a socket: it checks every answer."""
     record(tmp_path / "requests.json")
