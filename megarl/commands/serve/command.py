@@ -73,7 +73,7 @@ def start_text(name: str, host: str, port: int, token: str) -> str:
 
 @contextlib.contextmanager
 def _answering(api: TrainingApi, token: str, listener: socket.socket) -> Iterator[None]:
-    """Answer requests in a thread. The main thread makes the trainers' calls."""
+    """Reply to requests in a thread. The main thread makes the trainers' calls."""
     import uvicorn
 
     from megarl.commands.serve.server import make_app

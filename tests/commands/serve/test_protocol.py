@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib.util
 import json
 import re
@@ -46,10 +47,10 @@ def test_recorded_requests_are_answered(tmp_path: Path) -> None:
 
 def _replaced(text: bytes, ids: dict[bytes, bytes], api: Any) -> list[tuple[bytes, bytes]]:
     """Return (recorded, new) for the random ids in `text`, which are given out in the same order."""
-    for old in re.findall(rb"s-[0-9a-f]{16}", text):
-        ids.setdefault(old, [*api._sessions][len([key for key in ids if key[:2] == b"s-"])].encode())
-    for old in re.findall(rb"sampler-[0-9a-f]{16}", text):
-        ids.setdefault(old, [*api._samplers][len([key for key in ids if key[:2] == b"sa"])].encode())
+    for prefix, given in ((b"s-", api._sessions), (b"sampler-", api._samplers)):
+        for old in re.findall(prefix + rb"[0-9a-f]{16}", text):
+            if old not in ids:
+                ids[old] = [*given][len([key for key in ids if key.startswith(prefix)])].encode()
     return [(old, new) for old, new in ids.items() if old in text]
 
 
@@ -57,7 +58,10 @@ def _check_answer(answer: Any) -> None:
     if answer.headers["content-type"] == "application/json":
         assert "error" not in answer.json(), answer.text
     else:
-        parsed = [wire.parse(name, answer.content) for name in ANSWERS.values()]
+        parsed = []
+        for name in ANSWERS.values():
+            with contextlib.suppress(ValueError):  # it is the other message
+                parsed.append(wire.parse(name, answer.content))
         assert any(message.SerializeToString() for message in parsed)
 
 
