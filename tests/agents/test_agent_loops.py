@@ -14,8 +14,8 @@ import pytest
 from megarl.agents import agent_loop
 from megarl.agents.custom.find import find_loop
 from megarl.agents.custom.messages import LoopRequest
-from megarl.agents.custom.process import SampleProcess
-from megarl.agents.custom.record import Recorded, match
+from megarl.agents.custom.process import LoopProcess
+from megarl.agents.custom.record import EngineAnswer, match
 from megarl.agents.custom.runner import CustomLoop
 from megarl.agents.setup import Agents, AgentSetup
 from megarl.agents.tool import ToolFault
@@ -41,12 +41,12 @@ class InThisProcess:
         self.tokenizer = qwen3()
         self.loop = find_loop(path, arguments, verl, self.tokenizer)
         self.replies = ReplyTokens(self.tokenizer, {}, 512)
-        self.samples: dict[Seat, SampleProcess] = {}
+        self.samples: dict[Seat, LoopProcess] = {}
         self.ended = 0
 
     async def run(self, seat: Seat, request: LoopRequest, timeout: float) -> Outcome:
         if seat not in self.samples:
-            self.samples[seat] = SampleProcess(self.loop, self.tokenizer, self.replies.tokens)
+            self.samples[seat] = LoopProcess(self.loop, self.tokenizer, self.replies.tokens)
         return Answered(await self.samples[seat].run(request), 0, 0.5)
 
     def end(self, seat: Seat) -> None:
@@ -206,10 +206,10 @@ def test_ids_that_the_tokenizer_lacks_may_follow_if_the_policy_sampled_them() ->
 
 def recorded(
     asked: Sequence[int], answer: Sequence[int], base: float, version: int = 0, reason: str = "stop"
-) -> Recorded:
+) -> EngineAnswer:
     log_probs = base - np.arange(len(answer), dtype=np.float32)
     completion = Completion(np.array(answer, np.int32), log_probs, reason, spans=(Span(0, version),))
-    return Recorded(np.array(asked, np.int32), completion)
+    return EngineAnswer(np.array(asked, np.int32), completion)
 
 
 def test_a_token_belongs_to_the_answer_that_explains_most() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from megarl.agents.custom.find import find_loop
 from megarl.agents.custom.interface import AgentLoopClass, LoopSample, Response, Sampled
-from megarl.agents.custom.messages import Facts, Finished, LoopRequest, Wanted
+from megarl.agents.custom.messages import Finished, LoopRequest, SampleFacts, Wanted
 from megarl.agents.tool import ToolFault, ToolUnavailable
 from megarl.agents.tool_process import UnavailableNow
 from megarl.agents.tool_responses import ReplyTokens
@@ -42,10 +42,10 @@ def loop_job(path: str, settings: dict[str, Any]) -> Job:
     def reply_tokens(text: str) -> list[int]:
         return replies().tokens(replies().shown(text))
 
-    return Job(SampleProcess(found, tokenizer, reply_tokens).run)
+    return Job(LoopProcess(found, tokenizer, reply_tokens).run)
 
 
-class SampleProcess:
+class LoopProcess:
     """Runs the loop of one sample, in steps."""
 
     def __init__(self, loop: AgentLoopClass, tokenizer: Tokenizer, reply_tokens: Callable[[str], list[int]]) -> None:
@@ -129,7 +129,7 @@ class _Requests:
 
 class _Sample(LoopSample):
     def __init__(
-        self, facts: Facts, tokenizer: Tokenizer, reply_tokens: Callable[[str], list[int]], requests: _Requests
+        self, facts: SampleFacts, tokenizer: Tokenizer, reply_tokens: Callable[[str], list[int]], requests: _Requests
     ) -> None:
         self.prompt, self.messages, self.context = facts.prompt, facts.messages, facts.context
         self.data_source, self.sampling, self.tokenizer = facts.data_source, facts.sampling, tokenizer
