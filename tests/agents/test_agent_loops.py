@@ -15,7 +15,7 @@ from megarl.agents import agent_loop
 from megarl.agents.custom.find import find_loop
 from megarl.agents.custom.messages import LoopRequest
 from megarl.agents.custom.process import LoopProcess
-from megarl.agents.custom.record import AnsweredRequest, match
+from megarl.agents.custom.record import EngineAnswer, match
 from megarl.agents.custom.runner import CustomLoop
 from megarl.agents.setup import Agents, AgentSetup
 from megarl.agents.tool import ToolFault
@@ -206,10 +206,10 @@ def test_ids_that_the_tokenizer_lacks_may_follow_if_the_policy_sampled_them() ->
 
 def recorded(
     asked: Sequence[int], answer: Sequence[int], base: float, version: int = 0, reason: str = "stop"
-) -> AnsweredRequest:
+) -> EngineAnswer:
     log_probs = base - np.arange(len(answer), dtype=np.float32)
     completion = Completion(np.array(answer, np.int32), log_probs, reason, spans=(Span(0, version),))
-    return AnsweredRequest(np.array(asked, np.int32), completion)
+    return EngineAnswer(np.array(asked, np.int32), completion)
 
 
 def test_a_token_belongs_to_the_answer_that_explains_most() -> None:

@@ -12,7 +12,7 @@ from megarl.types import Sampling
 
 
 @dataclass(frozen=True)
-class LoopFacts:
+class SampleFacts:
     """A new sample; see `LoopSample`."""
 
     prompt: tuple[int, ...]
@@ -27,7 +27,7 @@ class LoopRequest:
     """Begin a sample, continue it with the answers to its requests, by number, or end it."""
 
     step: Literal["begin", "continue", "end"]
-    facts: LoopFacts | None = None
+    facts: SampleFacts | None = None
     answers: Mapping[int, Sampled] = field(default_factory=dict)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from megarl.agents.custom.find import find_loop
 from megarl.agents.custom.interface import AgentLoopClass, LoopSample, Response, Sampled
-from megarl.agents.custom.messages import Finished, LoopFacts, LoopRequest, Wanted
+from megarl.agents.custom.messages import Finished, LoopRequest, SampleFacts, Wanted
 from megarl.agents.tool import ToolFault, ToolUnavailable
 from megarl.agents.tool_process import UnavailableNow
 from megarl.agents.tool_responses import ReplyTokens
@@ -129,7 +129,7 @@ class _Requests:
 
 class _Sample(LoopSample):
     def __init__(
-        self, facts: LoopFacts, tokenizer: Tokenizer, reply_tokens: Callable[[str], list[int]], requests: _Requests
+        self, facts: SampleFacts, tokenizer: Tokenizer, reply_tokens: Callable[[str], list[int]], requests: _Requests
     ) -> None:
         self.prompt, self.messages, self.context = facts.prompt, facts.messages, facts.context
         self.data_source, self.sampling, self.tokenizer = facts.data_source, facts.sampling, tokenizer

@@ -13,7 +13,7 @@ from megarl.types import Completion, Span
 
 
 @dataclass(frozen=True)
-class AnsweredRequest:
+class EngineAnswer:
     """A request of the loop and the engine's answer. differs: settings that are not the recipe's, "" if there are none."""
 
     tokens: np.ndarray  # int32 [asked]
@@ -37,7 +37,7 @@ class Matched:
 
 
 def match(
-    prompt: Sequence[int], tokens: Sequence[int], mask: Sequence[bool], records: Sequence[AnsweredRequest], most: int
+    prompt: Sequence[int], tokens: Sequence[int], mask: Sequence[bool], records: Sequence[EngineAnswer], most: int
 ) -> Matched:
     """Return a response of at most `most` tokens with the log-probs and versions of the engine's answers.
 
@@ -72,9 +72,7 @@ def match(
     )
 
 
-def _owners(
-    prompt: np.ndarray, response: np.ndarray, records: Sequence[AnsweredRequest]
-) -> tuple[np.ndarray, np.ndarray]:
+def _owners(prompt: np.ndarray, response: np.ndarray, records: Sequence[EngineAnswer]) -> tuple[np.ndarray, np.ndarray]:
     """Return, for each token of the response, the index of its record, -1 without one, and the token's index in the answer."""
     whole = np.concatenate([prompt, response])
     found: list[tuple[int, bool, int, int, int]] = []  # (- matching tokens, other settings, record, first token, end)
@@ -95,7 +93,7 @@ def _owners(
     return owner, offset
 
 
-def _check(sampled: np.ndarray, owner: np.ndarray, prompt: int, records: Sequence[AnsweredRequest]) -> None:
+def _check(sampled: np.ndarray, owner: np.ndarray, prompt: int, records: Sequence[EngineAnswer]) -> None:
     unknown = np.flatnonzero(sampled & (owner < 0))
     if len(unknown):
         raise ToolFault(
@@ -111,7 +109,7 @@ def _check(sampled: np.ndarray, owner: np.ndarray, prompt: int, records: Sequenc
 
 
 def _spans(
-    sampled: np.ndarray, owner: np.ndarray, offset: np.ndarray, records: Sequence[AnsweredRequest]
+    sampled: np.ndarray, owner: np.ndarray, offset: np.ndarray, records: Sequence[EngineAnswer]
 ) -> tuple[Span, ...]:
     spans: list[Span] = []
     for index in np.flatnonzero(sampled).tolist():

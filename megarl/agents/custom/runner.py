@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from megarl.agents.custom.interface import Sampled
-from megarl.agents.custom.messages import Finished, LoopFacts, LoopRequest, Wanted
+from megarl.agents.custom.messages import Finished, LoopRequest, SampleFacts, Wanted
 from megarl.agents.custom.process import WORK
-from megarl.agents.custom.record import AnsweredRequest, Matched, match
+from megarl.agents.custom.record import EngineAnswer, Matched, match
 from megarl.agents.tool import Context, ToolFault, ToolUnavailable
 from megarl.agents.tool_process import UnavailableNow
 from megarl.agents.trajectory import SampleTurn, Trajectory, sampled_until_complete, turn_seed
@@ -76,7 +76,7 @@ class LoopPool:
 class _Progress:
     """A sample so far. seconds: run time of the loop, without the engine's."""
 
-    records: list[AnsweredRequest] = field(default_factory=list)
+    records: list[EngineAnswer] = field(default_factory=list)
     seconds: float = 0.0
     refused: str = ""  # "turns" or "length": the finish reason of a request that was not made
 
@@ -112,7 +112,7 @@ class CustomLoop:
         """Run a sample once, and end its process in any case. Raises ToolUnavailable if the loop fails."""
         prompt, seat, progress = request.prompt, Seat(), _Progress()
         context = Context(prompt.uid, prompt.ground_truth, prompt.extra_info, request.group)
-        facts = LoopFacts(prompt.tokens, prompt.messages, context, prompt.data_source, request.sampling)
+        facts = SampleFacts(prompt.tokens, prompt.messages, context, prompt.data_source, request.sampling)
         step = LoopRequest("begin", facts)
         try:
             while True:
@@ -165,7 +165,7 @@ class CustomLoop:
             )
         )
         differs = ", ".join(f"{name} {value:g}" for name, value in changed.items())
-        progress.records.append(AnsweredRequest(np.array(wanted.tokens, np.int32), answer, differs))
+        progress.records.append(EngineAnswer(np.array(wanted.tokens, np.int32), answer, differs))
         tokens, log_probs = tuple(answer.tokens.tolist()), tuple(answer.log_probs.tolist())
         return wanted.number, Sampled(tokens, log_probs, answer.finish_reason, answer.spans)  # type: ignore[arg-type]
 

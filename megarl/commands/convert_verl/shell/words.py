@@ -92,9 +92,9 @@ class Words:
             raise error
         return text
 
-    def _absent(self, name: str, line: int, source: str = "") -> str:
-        """Return the text for a variable that the script does not set. Raises Undetermined if the value decides something."""
-        error = self.absences.setdefault(name, missing(name, line, source))
+    def _absent(self, name: str, line: int, source: str = "", error: Undetermined | None = None) -> str:
+        """Return the text for a variable that has no value. Raises Undetermined if the value decides something."""
+        error = self.absences.setdefault(name, error or missing(name, line, source))
         if self.decides:
             raise error
         return absent(name)
@@ -345,10 +345,9 @@ class Words:
             advice = "" if "=VALUE after" in reason else f". Add {name}=VALUE after the file"
             message = f"line {line}: the value of ${name} is unknown: {reason}{advice}"
             error = Undetermined(message, variable.value.causes or {name: message})
-            if variable.value.of_file and not self.decides:
-                self.absences.setdefault(name, error)
-                return absent(name)
-            raise error
+            if not variable.value.of_file:
+                raise error
+            return self._absent(name, line, error=error)
         if name == "#":
             self.facts.add(Fact(unset=str(len(self._places()) + 1)))
             return str(len(self._places()))
@@ -364,11 +363,10 @@ class Words:
 
     def current_folder(self, line: int) -> str:
         """Return the current folder, and record that it is this machine's."""
-        if isinstance(self.state.folder, Undetermined):
-            message = f"line {line}: the current folder is unknown: {self.state.folder}"
-            raise Undetermined(message, self.state.folder.causes)
-        self.facts.add(Fact(f"line {line}: the current folder is {self.state.folder}, as in this conversion"))
-        return self.state.folder
+        if isinstance(folder := self.state.folder, Undetermined):
+            raise Undetermined(f"line {line}: the current folder is unknown: {folder}", folder.causes)
+        self.facts.add(Fact(f"line {line}: the current folder is {folder}, as in this conversion"))
+        return folder
 
     def _places(self) -> tuple[ShellVariable | None, ...]:
         if self.state.positional_unknown:
@@ -384,8 +382,7 @@ class Words:
         if isinstance(variable.value, Undetermined):
             message = f"line {line}: the value of ${number} is unknown: {variable.value}"
             raise Undetermined(message, variable.value.causes)
-        text = variable.value if isinstance(variable.value, str) else "".join(variable.value[:1])
-        return self._decided(text)
+        return self._decided(variable.value if isinstance(variable.value, str) else "".join(variable.value[:1]))
 
     def number_of(self, name: str, line: int, source: str) -> int:
         """Return the integer in a variable, for arithmetic. Raises Undetermined."""
