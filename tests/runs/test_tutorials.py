@@ -27,7 +27,8 @@ def test_commands_run(page: str, warmed_up: Path, quickstart_data: Path, tmp_pat
     folder = workspace(tmp_path, quickstart_data)
     shutil.copytree(warmed_up, folder / "runs" / "quickstart-sft")
     (folder / "data" / "gsm8k").mkdir()
-    shutil.copy(quickstart_data / "data" / "train.parquet", folder / "data" / "gsm8k" / "train.parquet")
+    for name in ("train.parquet", "test.parquet"):
+        shutil.copy(quickstart_data / "data" / name, folder / "data" / "gsm8k" / name)
     write_files(page, folder)
     run = [line for line in commands(page) if not reason_not_to_run(line)]
     assert run
