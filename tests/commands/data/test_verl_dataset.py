@@ -95,7 +95,8 @@ def test_classes_that_cannot_be_carried_over_are_refused(questions: str, tmp_pat
 def test_a_class_that_needs_more_of_verl_is_told_what_there_is(questions: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("from verl.utils.model import compute_position_id_with_mask\n")
     with pytest.raises(
-        ValueError, match=r"megarl provides only verl\.interactions\.base, verl\.tools\.base_tool.*verl\.utils\.dataset"
+        ValueError,
+        match=r"megarl provides only .*verl\.interactions\.base, verl\.tools\.base_tool.*verl\.utils\.dataset",
     ):
         prepare(f"{tmp_path}/own.py:Any", [questions], tmp_path / "rows.parquet", None, {})
     wrong = run("--class", "x:y", "--source", questions, "--out", "a.parquet", "--option", "hint")
