@@ -65,7 +65,7 @@ def test_sums_of_unfilled_memory_are_computed_at_the_end():
 def test_sums_of_network_buckets_are_computed_on_the_device(monkeypatch, on_device):
     """On a host, word sums are a hundred times slower than XXH3."""
     copies = np.array([[0] * COPY_COLUMNS.index("bucket") + [0, 0, 0, 0, 4, 2, 2]])
-    stream = SimpleNamespace(dtype="float32", buckets=[4], copies=copies)
+    stream = SimpleNamespace(dtype="float32", bucket_elements=[4], copies=copies)
     read: list[str] = []
     fingerprints = Fingerprinter(on_device=on_device)
     monkeypatch.setattr(fingerprints, "start", lambda memory: read.append(memory.device.type))
