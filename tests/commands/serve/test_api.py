@@ -133,7 +133,10 @@ def test_data_of_a_wrong_form(client: TestClient, vectors: dict[str, list[float]
 
 @pytest.mark.parametrize(
     ("params", "message"),
-    [({"learning_rate": -1.0}, "learning_rate is -1.0"), ({"momentum": 1.0}, "adam_params has momentum; this server reads")],
+    [
+        ({"learning_rate": -1.0}, "learning_rate is -1.0"),
+        ({"momentum": 1.0}, "adam_params has momentum; this server reads"),
+    ],
 )
 def test_settings_of_adam_are_checked(client: TestClient, params: dict[str, float], message: str) -> None:
     model = new_model(client)
@@ -255,7 +258,8 @@ def test_bodies_have_a_limit(client: TestClient, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"{", "the body is not JSON"), (b"[]", "JSON of type list"), (b"\xff", "the body is not JSON")]
+    ("content", "message"),
+    [(b"{", "the body is not JSON"), (b"[]", "JSON of type list"), (b"\xff", "the body is not JSON")],
 )
 def test_bodies_that_are_no_objects(client: TestClient, content: bytes, message: str) -> None:
     answer = client.post("/api/v1/create_session", content=content)
