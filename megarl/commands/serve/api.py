@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.commands.serve import codec
-from megarl.commands.serve.calls import Answer, Answers, TrainerCalls
+from megarl.commands.serve.calls import CallAnswer, CallAnswers, TrainerCalls
 from megarl.commands.serve.session import TrainingSession
 from megarl.commands.serve.states import ExportStore
 from megarl.types import Completion
@@ -50,7 +50,7 @@ class TrainedModel:
 
 
 @dataclass(frozen=True)
-class Sampler:
+class ServedSampler:
     """A sampling session. `version`: of the weights. `path`: of named weights."""
 
     id: str
@@ -62,13 +62,13 @@ class TrainingApi:
     """The operations behind the routes. `name`: of the model for clients. Thread-safe; the trainers' calls run in `calls.serve`."""
 
     def __init__(self, session: TrainingSession, name: str, calls: TrainerCalls) -> None:
-        self.session, self.name, self.calls, self.answers = session, name, calls, Answers()
+        self.session, self.name, self.calls, self.answers = session, name, calls, CallAnswers()
         self.exports = ExportStore(session.model.directory.path / "sampler_weights")
         self.rank = session.recipe.lora.rank
         self._lock = threading.RLock()
         self._sessions: dict[str, ClientSession] = {}
         self._model: TrainedModel | None = None
-        self._samplers: dict[str, Sampler] = {}
+        self._samplers: dict[str, ServedSampler] = {}
         self._named: dict[str, int] = {}  # path of sampler weights -> version
         self._base_version: int | None = session.version  # of the starting model in the engines; None: they have others
 
@@ -105,7 +105,7 @@ class TrainingApi:
         self._check_optimizer(body)
         model = self._new_model(body)
 
-        def create() -> Answer:
+        def create() -> CallAnswer:
             self.session.reset()
             return _json({"type": "create_model", "model_id": model.id})
 
@@ -182,7 +182,7 @@ class TrainingApi:
         message = codec.pass_header(body)
         model = self.model(message.model_id)
 
-        def run() -> Answer:
+        def run() -> CallAnswer:
             try:
                 request = codec.pass_request(message)
                 call = self.session.forward if request.forward_only else self.session.forward_backward
@@ -190,14 +190,14 @@ class TrainingApi:
             except ValueError as error:
                 model.broken = model.broken if message.forward_only else str(error)
                 raise
-            return Answer(codec.pass_output(scores, len(request.data)), is_protobuf=True)
+            return CallAnswer(codec.pass_output(scores, len(request.data)), is_protobuf=True)
 
         return self._submit(model, message.seq_id, run)
 
     def optim_step(self, body: Mapping[str, Any]) -> str:
         model = self.model(str(body.get("model_id")))
 
-        def run() -> Answer:
+        def run() -> CallAnswer:
             params = codec.adam_params(body)
             if model.broken is not None:
                 cause, model.broken = model.broken, None
@@ -214,7 +214,7 @@ class TrainingApi:
         """Queue save_state."""
         model, name = self.model(str(body.get("model_id"))), str(body.get("path"))
 
-        def run() -> Answer:
+        def run() -> CallAnswer:
             how = {"overwrite": bool(body.get("overwrite")), "seconds": body.get("ttl_seconds")}
             self.session.save_state(model.folder, name, metadata=body.get("user_metadata"), **how)
             return _json({"type": "save_weights", "path": f"{_SCHEME}{model.id}/weights/{name}"})
@@ -236,7 +236,7 @@ class TrainingApi:
         else:
             model, number = self.model(str(body.get("model_id"))), codec.integer(body, "seq_id", 0)
 
-        def run() -> Answer:
+        def run() -> CallAnswer:
             self.session.load_state(saved, with_optimizer=with_optimizer)
             model.broken = None
             return _json({"type": "load_weights", "path": path, "model_id": model.id})
@@ -250,7 +250,7 @@ class TrainingApi:
         model, name = self.model(str(body.get("model_id"))), body.get("path")
         kind = body.get("kind", "snapshot")
 
-        def run() -> Answer:
+        def run() -> CallAnswer:
             if kind != "snapshot":
                 raise ValueError(
                     f"kind is {kind!r}; this server has 'snapshot' alone: engines sample with the newest saved weights"
@@ -276,7 +276,7 @@ class TrainingApi:
             self._base_version = session.version if session.is_fresh else None
         return session.version
 
-    def create_sampler(self, body: Mapping[str, Any]) -> Callable[[], Answer]:
+    def create_sampler(self, body: Mapping[str, Any]) -> Callable[[], CallAnswer]:
         """Return the call that creates a sampling session, for the thread of the trainers. Raises ValueError."""
         self.touch(str(body.get("session_id")))
         path, base = body.get("model_path"), body.get("base_model")
@@ -285,7 +285,7 @@ class TrainingApi:
         else:
             self._check_name(str(base))
 
-        def run() -> Answer:
+        def run() -> CallAnswer:
             version = self._named.get(str(path)) if path is not None else self._base()
             if version != self.session.version or self.session.sampled_updates is None:
                 raise ValueError(
@@ -303,8 +303,8 @@ class TrainingApi:
             self._publish()
         return self._base_version
 
-    def _new_sampler(self, version: int, path: str | None = None) -> Sampler:
-        sampler = Sampler(f"sampler-{secrets.token_hex(8)}", version, path)
+    def _new_sampler(self, version: int, path: str | None = None) -> ServedSampler:
+        sampler = ServedSampler(f"sampler-{secrets.token_hex(8)}", version, path)
         with self._lock:
             self._samplers[sampler.id] = sampler
         return sampler
@@ -313,7 +313,7 @@ class TrainingApi:
         """Return a sampler's description. Raises UnknownId."""
         return {"sampler_id": sampler_id, "base_model": self.name, "model_path": self._sampler(sampler_id).path}
 
-    def _sampler(self, sampler_id: str) -> Sampler:
+    def _sampler(self, sampler_id: str) -> ServedSampler:
         with self._lock:
             if sampler_id not in self._samplers:
                 raise UnknownId(
@@ -330,21 +330,21 @@ class TrainingApi:
         with self._lock:
             if self.answers.get(request_id) is not None:
                 return request_id, names  # sent again
-            answer: Future[Answer] = Future()
+            answer: Future[CallAnswer] = Future()
             running = self.session.begin_sample(call.prompt, call.params, call.count, sampler.version)
             self.answers.add(request_id, answer)
 
         def finish(done: Future[list[Completion]]) -> None:
             error = done.exception()
             if error is not None:
-                answer.set_result(Answer(error=f"{type(error).__name__}: {error}"))
+                answer.set_result(CallAnswer(error=f"{type(error).__name__}: {error}"))
             else:
-                answer.set_result(Answer(codec.sample_output(call, done.result()), is_protobuf=True))
+                answer.set_result(CallAnswer(codec.sample_output(call, done.result()), is_protobuf=True))
 
         running.add_done_callback(finish)
         return request_id, names
 
-    def _submit(self, model: TrainedModel, number: int, call: Callable[[], Answer]) -> str:
+    def _submit(self, model: TrainedModel, number: int, call: Callable[[], CallAnswer]) -> str:
         """Queue a call of `model`; a call that the client sends again keeps its answer."""
         request_id = f"{model.id}:{number}"
         with self._lock:
@@ -354,8 +354,8 @@ class TrainingApi:
         return request_id
 
 
-def _json(value: dict[str, Any]) -> Answer:
-    return Answer(json.dumps(value).encode())
+def _json(value: dict[str, Any]) -> CallAnswer:
+    return CallAnswer(json.dumps(value).encode())
 
 
 def _parts(path: str, kind: str) -> tuple[str, str]:

@@ -18,7 +18,7 @@ class TooManyCalls(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class CallAnswer:
     """The body of a finished call. error: the message if it failed; `by_caller`: the caller caused it."""
 
     body: bytes = b""
@@ -27,16 +27,16 @@ class Answer:
     by_caller: bool = False
 
 
-class Answers:
-    """Answers by request id. Finished ones that were fetched are forgotten first when there are too many. Thread-safe."""
+class CallAnswers:
+    """CallAnswers by request id. Finished ones that were fetched are forgotten first when there are too many. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._futures: OrderedDict[str, Future[Answer]] = OrderedDict()
+        self._futures: OrderedDict[str, Future[CallAnswer]] = OrderedDict()
         self._fetched: OrderedDict[str, int] = OrderedDict()  # bytes
         self._bytes = 0
 
-    def add(self, request_id: str, answer: Future[Answer]) -> None:
+    def add(self, request_id: str, answer: Future[CallAnswer]) -> None:
         with self._lock:
             if len(self._futures) >= MOST_ANSWERS:
                 self._forget(0)
@@ -44,7 +44,7 @@ class Answers:
                 raise TooManyCalls(f"{MOST_ANSWERS:,} answers wait to be fetched")
             self._futures[request_id] = answer
 
-    def get(self, request_id: str) -> Future[Answer] | None:
+    def get(self, request_id: str) -> Future[CallAnswer] | None:
         """Return the answer; None if the id is unknown, or its answer was fetched and forgotten."""
         with self._lock:
             return self._futures.get(request_id)
@@ -67,12 +67,12 @@ class TrainerCalls:
     """Calls in the order of their submission, all made by one thread: the one that runs `serve`."""
 
     def __init__(self) -> None:
-        self._waiting: queue.Queue[tuple[Callable[[], Answer], Future[Answer]]] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[tuple[Callable[[], CallAnswer], Future[CallAnswer]]] = queue.Queue(MOST_WAITING)
         self.stop = threading.Event()
 
-    def submit(self, call: Callable[[], Answer]) -> Future[Answer]:
+    def submit(self, call: Callable[[], CallAnswer]) -> Future[CallAnswer]:
         """Queue a call. Raises TooManyCalls."""
-        future: Future[Answer] = Future()
+        future: Future[CallAnswer] = Future()
         try:
             self._waiting.put_nowait((call, future))
         except queue.Full:
@@ -93,7 +93,7 @@ class TrainerCalls:
             try:
                 future.set_result(call())
             except ValueError as error:
-                future.set_result(Answer(error=str(error), by_caller=True))
+                future.set_result(CallAnswer(error=str(error), by_caller=True))
             except BaseException as error:
-                future.set_result(Answer(error=f"the server ends: {type(error).__name__}: {error}"))
+                future.set_result(CallAnswer(error=f"the server ends: {type(error).__name__}: {error}"))
                 raise

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megarl.commands.serve.api import TrainingApi, UnknownId
-from megarl.commands.serve.calls import Answer, TooManyCalls
+from megarl.commands.serve.calls import CallAnswer, TooManyCalls
 
 MOST_JSON_BYTES, MOST_PASS_BYTES = 16 << 20, 256 << 20
 LOOK_SECONDS = 20.0  # a client waits 45 for the answer of a look
@@ -150,7 +150,7 @@ class _Routes:
                 f"the answer of request {request_id!r} is not here: it was fetched before, or the server has restarted"
             )
         try:
-            answer: Answer = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), LOOK_SECONDS)
+            answer: CallAnswer = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), LOOK_SECONDS)
         except asyncio.TimeoutError:
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
         self._api.answers.fetched(request_id, len(answer.body))

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from megarl.commands.serve import wire
 from megarl.commands.serve.api import TrainingApi
-from megarl.commands.serve.calls import Answer, Answers, TooManyCalls, TrainerCalls
+from megarl.commands.serve.calls import CallAnswer, CallAnswers, TooManyCalls, TrainerCalls
 from megarl.commands.serve.server import make_app
 from tests.support.tinker_api import KEY, NAME, stand_in_api
 
@@ -287,7 +287,7 @@ def test_the_client_learns_where_adapters_are(tmp_path: Path) -> None:
 def test_a_failure_of_the_trainers_is_answered_and_ends_the_server() -> None:
     calls = TrainerCalls()
 
-    def fail() -> Answer:
+    def fail() -> CallAnswer:
         raise RuntimeError("trainer 1 died")
 
     future = calls.submit(fail)
@@ -300,14 +300,14 @@ def test_too_many_calls_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = TrainerCalls()
     with pytest.raises(TooManyCalls, match="256 calls wait"):
         for _ in range(257):
-            calls.submit(Answer)
+            calls.submit(CallAnswer)
 
 
 def test_fetched_answers_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.commands.serve.calls.MOST_ANSWER_BYTES", 10)
-    answers, calls = Answers(), TrainerCalls()
+    answers, calls = CallAnswers(), TrainerCalls()
     for name in ("a", "b", "c"):
-        answers.add(name, calls.submit(Answer))
+        answers.add(name, calls.submit(CallAnswer))
     answers.fetched("a", 8)
     assert answers.get("a") is not None, "a response may be lost: the client fetches again"
     answers.fetched("b", 8)
