@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -73,7 +74,7 @@ def start_text(name: str, host: str, port: int, token: str) -> str:
 
 @contextlib.contextmanager
 def _answering(api: TrainingApi, token: str, listener: socket.socket) -> Iterator[None]:
-    """Reply to requests in a thread. The main thread makes the trainers' calls."""
+    """Answer requests in a thread. The main thread makes the trainers' calls."""
     import uvicorn
 
     from megarl.commands.serve.server import make_app
@@ -95,6 +96,7 @@ def _answering(api: TrainingApi, token: str, listener: socket.socket) -> Iterato
     try:
         yield
     finally:
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # clients may be waiting for answers
         server.should_exit = server.force_exit = True
         thread.join(_END_SECONDS)
     if problems:
