@@ -86,7 +86,9 @@ class StandInSession:
             scores = TokenScores(np.full(len(prompt), -0.5, np.float32), tops.astype(np.int32), tops.astype(np.float32))
         done: Future[list[Completion]] = Future()
         tokens = [np.arange(7, 8 + number, dtype=np.int32) for number in range(count)]
-        done.set_result([Completion(each, np.full(len(each), -1.0, np.float32), "stop", None, scores) for each in tokens])
+        done.set_result(
+            [Completion(each, np.full(len(each), -1.0, np.float32), "stop", None, scores) for each in tokens]
+        )
         return done
 
     def save_state(self, model: str, name: str, **how: Any) -> None:
