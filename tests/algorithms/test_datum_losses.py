@@ -47,6 +47,8 @@ def test_gspo_has_one_ratio_for_a_sequence() -> None:
     clips = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
     value, gradient = value_and_gradient("gspo", clips, {**SAMPLED, "sequence_ratio_mask": [1.0, 1.0, 1.0]})
     assert value == pytest.approx(1.0) and gradient == pytest.approx([0.0, -1.0, 2.0])
+    lower = {**SAMPLED, "logprobs": [-1.0, -1.0, 0.5], "sequence_ratio_mask": [1.0, 1.0, 1.0]}  # log-ratios -1 and -1
+    assert value_and_gradient("gspo", clips, lower)[0] == pytest.approx(-1 / math.e + 2 * 0.9)
     value, gradient = value_and_gradient("gspo", clips, {**SAMPLED, "sequence_ratio_mask": [1.0, 1.0, 0.0]})
     assert value == pytest.approx(-1 / math.e + 2 * 0.9) and gradient == pytest.approx([0.0, -1 / math.e, 0.0])
 

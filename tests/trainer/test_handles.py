@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 
 from megarl.rollout import engine_handle
+from megarl.rollout.completions import handle as completion_handle
+from megarl.rollout.completions.server import CompletionServer
 from megarl.rollout.judge.server import JudgeServer
 from megarl.rollout.server import RolloutServer
 from megarl.rollout.teacher.server import TeacherServer
 from megarl.trainer import group
 from megarl.trainer.actor import ActorWorker
 from megarl.trainer.critic import CriticWorker
+from megarl.trainer.datums import group as datum_group
+from megarl.trainer.datums.worker import DatumWorker
 from megarl.trainer.worker import Worker
 
 PACKAGE = Path(group.__file__).parents[1]
@@ -23,7 +27,9 @@ SERVERS = {  # handle -> classes of its processes
     "TrainerGroup": (Worker,),
     "ActorGroup": (ActorWorker,),
     "CriticGroup": (CriticWorker,),
+    "DatumGroup": (DatumWorker,),
     "EngineHandle": (RolloutServer,),
+    "CompletionHandle": (CompletionServer,),
     "TeacherHandle": (TeacherServer,),
     "JudgeHandle": (JudgeServer,),
 }
@@ -34,7 +40,7 @@ BY_NAME = ("cluster/", "commands/accept/")
 
 def remote_calls() -> Iterator[tuple[str, str, str, int]]:
     """Yield (handle class, process class, method, number of arguments) of each call in the handles."""
-    for module in (group, engine_handle):
+    for module in (group, engine_handle, datum_group, completion_handle):
         for handle in (node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)):
             for node in ast.walk(handle):
                 if not (

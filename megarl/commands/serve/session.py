@@ -243,7 +243,7 @@ class TrainingSession:
     def request_for(self, prompt: Sequence[int], params: SamplingParams, count: int) -> GenerationRequest:
         """Return the engines' request. Raises ValueError if the prompt or the settings do not fit the model."""
         longest, total = self.model.longest_sample, len(prompt) + params.max_tokens
-        if not prompt or total > longest:
+        if len(prompt) == 0 or total > longest:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}; a prompt needs at least 1, and both "
                 f"together at most {longest} (data.max_prompt_length + rollout.max_response_length of the recipe)"

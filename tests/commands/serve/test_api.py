@@ -112,7 +112,7 @@ def test_no_update_follows_a_failed_pass(client: TestClient, api: TrainingApi) -
     model = new_model(client)
     run_pass(client, pass_body(model, 1))
     failed = run_pass(client, pass_body(model, 2, "ppo"))
-    assert failed == {"error": "lacks {'advantages', 'logprobs'}", "category": "user"} or "lacks" in failed["error"]
+    assert "lacks" in failed["error"] and failed["category"] == "user"
     refused = adam(client, model, 3)
     assert "a forward_backward call before it failed" in refused["error"] and refused["category"] == "user"
     assert api.session.updates == 0 and api.session.passes == 0
