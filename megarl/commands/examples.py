@@ -8,6 +8,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "train": ("megarl train recipes/quickstart.yaml name=first train.steps=20",),
     "eval": ("megarl eval recipes/quickstart.yaml model.path=runs/first/hf",),
     "export": ("megarl export runs/first --out models/first",),
+    "serve": ("megarl serve recipes/quickstart.yaml --name tiny",),
     "view": ("megarl view runs/first --follow", "megarl view runs/first runs/second"),
     "report": ("megarl report runs/first",),
     "compare": (
