@@ -64,7 +64,6 @@ def look_at(stages: dict[str, dict[str, Any]], tmp_path: Path) -> None:
 
 @pytest.mark.stack
 @pytest.mark.timeout(1800)
-@pytest.mark.slow
 def test_all_stages(tmp_path):
     """All stages of `megarl accept` on a CPU: two minutes on two cores, mostly imports of its processes."""
     stages = accepted(tmp_path)
