@@ -44,10 +44,12 @@ from megarl.rollout.source_engines import EnginesSource
 from megarl.rollout.start_engines import (
     check_in_flight,
     load_engines,
+    shares_devices,
     start_engines,
     start_judge,
     start_teacher,
     wait_for_start,
+    wait_until_asleep,
 )
 from megarl.rollout.tape import ReplayPlan
 from megarl.rollout.teacher.scoring import Teacher
@@ -274,10 +276,9 @@ def _start_processes(setup: RunSetup, cluster: Cluster, log: RunLog) -> Started:
     loading_fixed = [engine.start() for engine in fixed]
     loading = load_engines(recipe.rollout, engines)
     descriptions: list[dict[str, Any]] = []
-    time_shared = rollout and recipe.cluster.placement == "colocated" and platform.kind.ray_resource is not None
-    if time_shared:  # an engine measures the free memory when it loads, so trainers start after it sleeps
-        descriptions = wait_for_start(engines, loading, doing="load", limit=limit)
-        wait_for_start(engines, [engine.sleep() for engine in engines], doing="go to sleep", limit=limit)
+    time_shared = rollout and shares_devices(recipe, platform)
+    if time_shared:
+        descriptions = wait_until_asleep(engines, loading, limit)
         log.reached("engines are loaded, and sleep")
     flops, critic_flops = setup.prepared.flops, setup.prepared.critic_flops
     learners = Learners.start(recipe, cluster, platform.name, folder.path, flops, critic_flops)

@@ -1,4 +1,4 @@
-"""What a step does around its training: take a batch, skip, save, publish, evaluate and log. Also the resume of a run.
+"""Parts of a step around its training: take a batch, skip, save, publish, evaluate and log. Also the resume of a run.
 
 These parts are repeated after trainers have failed with `train.trainer_restarts`, the trainers go back with `train.on_spike: rollback`, and with `train.journal` a
 resume goes on after the last step.
@@ -86,7 +86,7 @@ def finish_step(run: Run, step: int) -> None:
 
 
 def _running_engines(run: Run) -> list[EngineHandle]:
-    """Return the policy's engines without those that start: the machine of such an engine is not known yet."""
+    """Return the policy's serving engines: the machine of an engine that still starts is not known yet."""
     if run.fleet is None:
         return list(run.profiling.engines)
     return [run.fleet.engines[number] for number in run.fleet.serving]

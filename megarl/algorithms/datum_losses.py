@@ -152,19 +152,19 @@ def checked_loss(name: str, options: Mapping[str, float | str] | None = None) ->
     return DatumLoss(name, values)
 
 
-def check_inputs(loss: DatumLoss, given: Mapping[str, int], length: int, where: str) -> None:
+def check_inputs(loss: DatumLoss, entries: Mapping[str, int], length: int, where: str) -> None:
     """Raise ValueError unless a datum has the vectors that `loss` needs, and no others.
 
-    given: number of entries of each vector, by its name. length: of the datum's targets. where: the datum, for messages.
+    entries: number of entries of each vector, by its name. length: of the datum's targets. where: the datum, for messages.
     """
-    missing, unknown = sorted(set(loss.inputs) - set(given)), sorted(set(given) - set(loss.inputs))
+    missing, unknown = sorted(set(loss.inputs) - set(entries)), sorted(set(entries) - set(loss.inputs))
     if missing or unknown:
         needed = ", ".join(("target_tokens", *loss.inputs))
         problem = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(unknown)}"
         raise ValueError(f"{where}: loss_fn_inputs {problem}; {loss.name} takes {needed}")
-    for name, entries in given.items():
-        if entries != length:
+    for name, count in entries.items():
+        if count != length:
             raise ValueError(
-                f"{where}: {name} has {pluralize(entries, 'entry', 'entries')} and target_tokens has {length}; both need one per "
+                f"{where}: {name} has {pluralize(count, 'entry', 'entries')} and target_tokens has {length}; both need one per "
                 "token of model_input"
             )

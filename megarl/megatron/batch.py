@@ -40,7 +40,7 @@ class MicroBatch:
     images: Images | None = None  # None: text only
     counted: list[bool] | None = None  # per sequence: whether the loss counts it; None: all
     candidates: Candidates | None = None  # further tokens, for losses that read their log-probs
-    # int64 [T]: the token whose log-prob is computed at each index, given the tokens before it. None: the token itself.
+    # int64 [T]: the token whose log-prob is computed at each index. None: the token at that index.
     predicted: torch.Tensor | None = None
 
     def __post_init__(self) -> None:

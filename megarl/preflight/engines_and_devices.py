@@ -51,8 +51,13 @@ def training_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
     if uses_critic(recipe.algorithm):
         yield from errors_of(check_extra_names, critic_view(recipe), "critic.megatron")
     yield from errors_of(try_user_functions, recipe.algorithm)
-    if kind_of(platforms.kind(recipe.cluster.device)).ray_resource is not None:  # CPU processes share cores
-        yield from errors_of(demand_of(recipe).require_trainers_devices_suffice)
+    yield from device_count_errors(recipe, demand_of(recipe))
+
+
+def device_count_errors(recipe: Recipe, demand: Demand) -> Iterator[ValueError]:
+    """Yield an error if trainers and colocated engines of `demand` need different numbers of devices. CPU processes share cores."""
+    if kind_of(platforms.kind(recipe.cluster.device)).ray_resource is not None:
+        yield from errors_of(demand.require_trainers_devices_suffice)
 
 
 def evaluation_setting_errors(recipe: Recipe) -> Iterator[ValueError]:

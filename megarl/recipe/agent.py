@@ -51,7 +51,7 @@ class AgentConfig:
     )
     loop: Optional[str] = key(
         None,
-        "Your agent loop, instead of megarl's: `module:Class` or `file.py:Class` with @agent_loop or of verl's AgentLoopBase, or a YAML file of verl's loops. It decides what is sampled; see docs/agent_loops.md.",
+        "Your agent loop, instead of megarl's: `module:Class` or `file.py:Class` with @agent_loop or of verl's AgentLoopBase, or a YAML file of verl's loops. It chooses the requests to the engine; see docs/agent_loops.md.",
     )
     loop_arguments: dict[str, Any] = key(
         {},

@@ -46,7 +46,7 @@ def _default_dictionary(content: Any, each: Codec) -> Any:
 
 def _array(value: Any, each: Codec) -> list[Any] | None:
     """Return the content of an array; None for elements that are not copied, such as objects."""
-    if value.dtype.kind not in _ARRAY_KINDS or value.dtype.char in "gG":  # long doubles are no floats of Python
+    if value.dtype.kind not in _ARRAY_KINDS or value.dtype.char in "gG":  # Python has no long doubles
         return None
     items = value.ravel().tolist()
     return [str(value.dtype), list(value.shape), items if value.dtype.kind in _PLAIN_KINDS else _items(items, each)]

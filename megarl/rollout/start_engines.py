@@ -127,6 +127,23 @@ def wait_for_start(
     return wait_for_all(engines, calls, doing=doing, key="rollout.start_timeout", limit=limit)
 
 
+def shares_devices(recipe: Recipe, platform: Any) -> bool:
+    """Return whether the policy's engines use the trainers' devices in turn. CPU processes share cores instead."""
+    return recipe.cluster.placement == "colocated" and platform.kind.ray_resource is not None
+
+
+def wait_until_asleep(
+    engines: Sequence[EngineHandle], loading: Sequence[Future[Any]], limit: float
+) -> list[dict[str, Any]]:
+    """Wait until engines are loaded, and put them to sleep. Returns their descriptions. `limit`: see `wait_for_start`.
+
+    An engine measures the free memory when it loads, so trainers of the same devices start afterwards.
+    """
+    descriptions = wait_for_start(engines, loading, doing="load", limit=limit)
+    wait_for_start(engines, [engine.sleep() for engine in engines], doing="go to sleep", limit=limit)
+    return descriptions
+
+
 def start_teacher(recipe: Recipe, platform: Any, cluster: Cluster) -> list[TeacherHandle]:
     """Start the engines of all teachers. Call it after `start_engines`: the cluster assigns devices to policy, teacher, judge
     in this order."""

@@ -142,18 +142,18 @@ def test_concurrent_requests_are_sampled_together_and_a_reward_replaces_the_scor
     assert done.log_probs.tolist() == policy.answers[1].log_probs.tolist()
     difference = len(policy.answers[1].tokens) - len(policy.answers[0].tokens)
     assert done.outcome == difference and {request.seed for request in policy.requests} == {11, turn_seed(11, 1)}
-    asked: list[ScoreRequest] = []
+    scored: list[ScoreRequest] = []
 
     async def score(requests: list[ScoreRequest]) -> list[Any]:
-        asked.extend(requests)
+        scored.extend(requests)
         return [(Score(0.25), 1) for _ in requests]
 
     plain = replace(done, outcome=None)
     outcomes = asyncio.run(outcomes_of(score, ROW, [plain, done, plain], True))
     assert [outcome.value for outcome, _ in outcomes] == [0.25, difference, 0.25]  # type: ignore[union-attr]
-    assert [request.response for request in asked] == ["It is 4, I think"] * 2
-    assert asked[0].extra_info == {"level": 1, "shorter": len(policy.answers[0].tokens)}
-    assert asked[0].turns == done.turns
+    assert [request.response for request in scored] == ["It is 4, I think"] * 2
+    assert scored[0].extra_info == {"level": 1, "shorter": len(policy.answers[0].tokens)}
+    assert scored[0].turns == done.turns
     assert steps_of(Score(0.0), done, qwen3().decode) == ((), 0.0)
 
 
@@ -205,11 +205,11 @@ def test_ids_that_the_tokenizer_lacks_may_follow_if_the_policy_sampled_them() ->
 
 
 def recorded(
-    asked: Sequence[int], answer: Sequence[int], base: float, version: int = 0, reason: str = "stop"
+    prompt: Sequence[int], answer: Sequence[int], base: float, version: int = 0, reason: str = "stop"
 ) -> EngineAnswer:
     log_probs = base - np.arange(len(answer), dtype=np.float32)
     completion = Completion(np.array(answer, np.int32), log_probs, reason, spans=(Span(0, version),))
-    return EngineAnswer(np.array(asked, np.int32), completion)
+    return EngineAnswer(np.array(prompt, np.int32), completion)
 
 
 def test_a_token_belongs_to_the_answer_that_explains_most() -> None:

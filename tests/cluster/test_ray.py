@@ -261,7 +261,7 @@ def test_a_dead_service_is_named_and_a_service_that_was_ended_is_not(connect):
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_all_processes_end_with_the_controller(tmp_path, how):
-    """Of Ray's own processes, those that a private cluster does not use are not started: they delay each start."""
+    """Ray's autoscaler, log monitor and dashboard server are not started: they would delay each start."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | THREADS
     controller = subprocess.Popen(
         [sys.executable, "-m", "tests.support.cluster_workers", "ray", str(tmp_path)],

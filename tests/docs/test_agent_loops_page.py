@@ -47,8 +47,8 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     done = asyncio.run(sampled())
     assert done.failure is None, done.failure
-    said = [turn.text for turn in done.turns]
-    assert (said[0], said[2]) == ("It is 4", "Yes") and "Are you sure?" in said[1]
+    texts = [turn.text for turn in done.turns]
+    assert (texts[0], texts[2]) == ("It is 4", "Yes") and "Are you sure?" in texts[1]
     assert not done.sampled.all() and done.outcome is None
 
 

@@ -31,7 +31,7 @@ METRICS = (ROOT / "docs" / "metrics.md").read_text()
 
 def modules_named(text: str) -> list[tuple[str, bool]]:
     """Modules and folders in backticks, and whether each exists."""
-    parts = re.split(r"\n\n(?!- )", text)  # a list belongs to its paragraph
+    parts = re.split(r"(?<!:)\n\n|\n\n(?!- )", text)  # a list after a colon belongs to the paragraph before
     blocks = [block for part in parts for block in (part.splitlines() if part.startswith("|") else [part])]
     named = []
     for block in blocks:

@@ -292,7 +292,7 @@ def test_chunks_of_a_sequence_attend_to_earlier_chunks(
 
 
 def test_queries_and_keys_of_delta_nets_are_rounded_once() -> None:
-    """As engines do: rounding twice changes a fifth of the elements."""
+    """Engines round once; a second rounding changes a fifth of the elements."""
     torch.manual_seed(0)
     x = torch.randn(64, 128).bfloat16()
     exact = x.double() / (x.double().square().sum(-1, keepdim=True) + 1e-6).sqrt()

@@ -138,6 +138,6 @@ class EvenTokens:
         response.add(sample.reply_tokens("Go on"))
         tokens = [*sample.prompt, *response.tokens]
         response.add_sampled(await sample.generate(tokens, max_tokens=self.length))
-        said = [token for token, counts in zip(response.tokens, response.mask, strict=True) if counts]
-        response.reward = sum(token % 2 == 0 for token in said) / len(said)
+        policy_tokens = [token for token, counts in zip(response.tokens, response.mask, strict=True) if counts]
+        response.reward = sum(token % 2 == 0 for token in policy_tokens) / len(policy_tokens)
         return response

@@ -20,7 +20,7 @@ PASSES: list[tuple[str, dict[str, float]]] = [
     ("dro", {"beta": 0.05}),
     ("gspo", CLIPS),
 ]
-"""Passes whose gradients accumulate before the first update."""
+"""Passes before the first update; their gradients accumulate."""
 CASES: list[dict[str, Any]] = [
     {"name": "one", "processes": 1},
     {"name": "DP2-EP2", "megatron": {"expert_parallel": 2}},

@@ -113,7 +113,7 @@ class StandInSession:
 
 @contextlib.contextmanager
 def stand_in_api(folder: Path, rank: int = 0) -> Iterator[TrainingApi]:
-    """An API whose trainers' calls are made by a thread."""
+    """An API with a thread for the trainers' calls."""
     calls = TrainerCalls()
     api = TrainingApi(StandInSession(folder, rank), NAME, calls)  # type: ignore[arg-type]
     thread = threading.Thread(target=calls.serve, args=(lambda: None,))

@@ -102,8 +102,8 @@ def expected(path: Path) -> dict[str, Any]:
         total = total + loss
         passes.append({"loss": loss.item(), "log_probs": [vector.tolist() for vector in log_probs]})
     matrices = [p for name, p in model.named_parameters() if p.dim() > 1]
-    others = [p for name, p in model.named_parameters() if p.dim() <= 1]
-    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    undecayed = [p for name, p in model.named_parameters() if p.dim() <= 1]
+    groups = [{"params": matrices}, {"params": undecayed, "weight_decay": 0.0}]
     betas = (ADAM.beta1, ADAM.beta2)
     adam = torch.optim.AdamW(groups, lr=ADAM.learning_rate, betas=betas, eps=ADAM.eps, weight_decay=ADAM.weight_decay)
     total.backward()
@@ -123,8 +123,8 @@ def expected(path: Path) -> dict[str, Any]:
 
 
 def close(measured: list[list[float]], reference: list[list[float]], tolerance: float) -> None:
-    for one, other in zip(measured, reference, strict=True):
-        assert one == pytest.approx(other, rel=tolerance, abs=tolerance)
+    for ours, other in zip(measured, reference, strict=True):
+        assert ours == pytest.approx(other, rel=tolerance, abs=tolerance)
 
 
 @pytest.mark.stack
@@ -132,9 +132,9 @@ def close(measured: list[list[float]], reference: list[list[float]], tolerance: 
 def test_losses_and_log_probs_equal_torch(results: Path, quickstart_data: Path, case: dict[str, Any]) -> None:
     measured = json.loads((results / f"{case['name']}.json").read_text())
     reference = expected(quickstart_data / "model")
-    for name, one, other in zip(PASSES, measured["passes"], reference["passes"], strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=SAME), name
-        close(one["log_probs"], other["log_probs"], SAME)
+    for name, ours, other in zip(PASSES, measured["passes"], reference["passes"], strict=True):
+        assert ours["loss"] == pytest.approx(other["loss"], rel=SAME), name
+        close(ours["log_probs"], other["log_probs"], SAME)
     assert measured["scores"] == measured["passes"][-1], "a pass without gradients gives other numbers"
 
 

@@ -16,7 +16,7 @@ def find_loop(path: str, arguments: Mapping[str, Any], verl: Mapping[str, Any], 
     arguments: `agent.loop_arguments`. verl: the recipe's settings under verl's names (`verl_loops.verl_settings`).
 
     Raises:
-        ValueError: it cannot be imported, is no agent loop, or does not take the arguments.
+        ValueError: it cannot be imported, is not an agent loop, or does not take the arguments.
     """
     from megarl.agents import verl_stand_in
     from megarl.agents.custom.verl_base import LOOP_MODULES

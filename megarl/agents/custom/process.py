@@ -31,9 +31,9 @@ Answer = list[Wanted] | Finished | UnavailableNow
 
 
 def loop_job(path: str, settings: dict[str, Any]) -> Job:
-    """Return the job of a sample's process. `settings`: those of `LoopPool`."""
+    """Return the job of a sample's process. `settings`: see `LoopPool`."""
     tokenizer = load_tokenizer(settings["tokenizer"], chat_template=settings["chat_template"])
-    found = find_loop(path, settings["arguments"], settings["verl"], tokenizer)
+    loop = find_loop(path, settings["arguments"], settings["verl"], tokenizer)
 
     @functools.cache
     def replies() -> ReplyTokens:
@@ -42,7 +42,7 @@ def loop_job(path: str, settings: dict[str, Any]) -> Job:
     def reply_tokens(text: str) -> list[int]:
         return replies().tokens(replies().shown(text))
 
-    return Job(LoopProcess(found, tokenizer, reply_tokens).run)
+    return Job(LoopProcess(loop, tokenizer, reply_tokens).run)
 
 
 class LoopProcess:
@@ -65,15 +65,15 @@ class LoopProcess:
             self._task = asyncio.get_running_loop().create_task(self._made(sample))
         self._requests.answer(request.answers)
         assert self._task is not None
-        asked = asyncio.get_running_loop().create_task(self._requests.asked.wait())
+        new_request = asyncio.get_running_loop().create_task(self._requests.asked.wait())
         try:
-            await asyncio.wait({self._task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({self._task, new_request}, return_when=asyncio.FIRST_COMPLETED)
             for _ in range(_SETTLE):
                 if self._task.done():
                     break
                 await asyncio.sleep(0)
         finally:
-            asked.cancel()
+            new_request.cancel()
         return self._result(self._task) if self._task.done() else self._requests.take()
 
     async def _made(self, sample: LoopSample) -> Finished:
@@ -116,9 +116,9 @@ class _Requests:
         return await self._open[number]
 
     def take(self) -> list[Wanted]:
-        taken, self._new = self._new, []
+        requests, self._new = self._new, []
         self.asked.clear()
-        return taken
+        return requests
 
     def answer(self, answers: Any) -> None:
         for number, sampled in answers.items():

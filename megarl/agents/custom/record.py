@@ -75,18 +75,20 @@ def match(
 def _owners(prompt: np.ndarray, response: np.ndarray, records: Sequence[EngineAnswer]) -> tuple[np.ndarray, np.ndarray]:
     """Return, for each token of the response, the index of its record, -1 without one, and the token's index in the answer."""
     whole = np.concatenate([prompt, response])
-    found: list[tuple[int, bool, int, int, int]] = []  # (- matching tokens, other settings, record, first token, end)
+    candidates: list[
+        tuple[int, bool, int, int, int]
+    ] = []  # (- matching tokens, other settings, record, first token, end)
     for number, record in enumerate(records):
-        asked = len(record.tokens)
-        start = asked - len(prompt)
-        if start < 0 or asked > len(whole) or not np.array_equal(whole[:asked], record.tokens):
+        length = len(record.tokens)
+        start = length - len(prompt)
+        if start < 0 or length > len(whole) or not np.array_equal(whole[:length], record.tokens):
             continue
-        answer = record.completion.tokens[: len(whole) - asked]
-        different = np.flatnonzero(answer != whole[asked : asked + len(answer)])
+        answer = record.completion.tokens[: len(whole) - length]
+        different = np.flatnonzero(answer != whole[length : length + len(answer)])
         matching = int(different[0]) if len(different) else len(answer)
-        found.append((-matching, bool(record.differs), number, start, start + matching))
+        candidates.append((-matching, bool(record.differs), number, start, start + matching))
     owner, offset = np.full(len(response), -1), np.zeros(len(response), int)
-    for _, _, number, start, end in sorted(found):
+    for _, _, number, start, end in sorted(candidates):
         free = owner[start:end] < 0
         owner[start:end][free] = number
         offset[start:end][free] = np.arange(end - start)[free]

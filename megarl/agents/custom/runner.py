@@ -34,7 +34,7 @@ class LoopPool:
     """The processes of a loop's samples. `path`: of `agent.loop`; `settings`: for `process.loop_job`, JSON values."""
 
     def __init__(self, path: str, settings: dict[str, Any], *, at_once: int, timeout: float) -> None:
-        """`at_once`: samples whose loops run at a time. `timeout`: seconds that a loop may run between two requests."""
+        """`at_once`: samples whose loops run at a time. `timeout`: seconds between two requests of a loop."""
         self.path = path
         self.places = asyncio.Semaphore(at_once)
         self._ending: set[concurrent.futures.Future[Outcome]] = set()
@@ -152,8 +152,8 @@ class CustomLoop:
                 raise ToolFault(
                     f"its request {wanted.number} asks for {name}={value!r}, which the engine does not know"
                 )
-        given: dict[str, Any] = dict(wanted.settings)
-        sampling = replace(request.sampling, max_tokens=limit, **given)
+        changes: dict[str, Any] = dict(wanted.settings)
+        sampling = replace(request.sampling, max_tokens=limit, **changes)
         changed = {name: value for name, value in wanted.settings.items() if value != getattr(request.sampling, name)}
         prompt = request.prompt
         answer = await sample(
@@ -172,7 +172,7 @@ class CustomLoop:
     def _room(self, request: GenerationRequest, wanted: Wanted, progress: _Progress) -> int:
         """Return how many tokens the engine may sample. Raises ToolFault for a request that cannot be made.
 
-        A model may have more token ids than its tokenizer: those that it has sampled may be in a request.
+        A model may sample token ids that its tokenizer lacks; a request may contain them.
         """
         count, most, vocabulary = len(wanted.tokens), request.sampling.max_tokens, self.tokenizer.vocab_size
         if not count:

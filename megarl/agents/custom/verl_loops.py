@@ -75,8 +75,8 @@ def loop_of_verl(
 
     Raises ValueError if an option, the tokenizer or the class cannot be used.
     """
-    made = _Maker(class_, {}, _config(arguments, verl), tokenizer)
-    return AgentLoopClass(class_.__name__, lambda sample: _VerlLoop(made))
+    maker = _Maker(class_, {}, _config(arguments, verl), tokenizer)
+    return AgentLoopClass(class_.__name__, lambda sample: _VerlLoop(maker))
 
 
 def loops_of_file(
@@ -233,11 +233,11 @@ def server_of(sample: LoopSample, tokenizer: Tokenizer, config: Any) -> Any:
     template_args = dict(config.data.apply_chat_template_kwargs)
 
     async def generate(
-        self: Any, request_id: Any, *, prompt_ids: Any, sampling_params: Mapping[str, Any], **others: Any
+        self: Any, request_id: Any, *, prompt_ids: Any, sampling_params: Mapping[str, Any], **extra: Any
     ) -> Any:
-        given = [name for name, value in others.items() if value and name != "priority"]
-        if given:
-            raise ToolFault(f"its request has {', '.join(given)}, and megarl's engine takes token ids only")
+        unsupported = [name for name, value in extra.items() if value and name != "priority"]
+        if unsupported:
+            raise ToolFault(f"its request has {', '.join(unsupported)}, and megarl's engine takes token ids only")
         output = importlib.import_module("verl.workers.rollout.replica").TokenOutput
         done = await sample.generate(_ids(prompt_ids), **_settings(sampling_params, sample))
         return output(token_ids=list(done.tokens), log_probs=list(done.log_probs), stop_reason="completed")
@@ -253,8 +253,8 @@ def server_of(sample: LoopSample, tokenizer: Tokenizer, config: Any) -> Any:
             f"it appends messages of {roles}: without verl, megarl appends one message of the user, or messages of tools"
         )
 
-    made = type("PolicyServer", (base,), {"generate": generate, "between": between})
-    return object.__new__(made)
+    server_class = type("PolicyServer", (base,), {"generate": generate, "between": between})
+    return object.__new__(server_class)
 
 
 def _ids(prompt_ids: Any) -> Any:

@@ -77,13 +77,13 @@ def write_new(file: Path, text: str) -> None:
 
 def _answers(options: InitOptions, ask: bool) -> Answers:
     """Check the options, then ask the open questions."""
-    given = {name: _checked(name, text) for name, text in options._asdict().items() if text is not None}
-    if "task" in given:
-        _check_task_has_reward(given["task"], options)
+    from_options = {name: _checked(name, text) for name, text in options._asdict().items() if text is not None}
+    if "task" in from_options:
+        _check_task_has_reward(from_options["task"], options)
 
     def answer(name: str, question: str, default: str) -> Any:
-        if name in given:
-            return given[name]
+        if name in from_options:
+            return from_options[name]
         return _ask(name, question, default) if ask else _checked(name, default)
 
     tasks = "\n".join(f"  {name:<6} {meaning}" for name, meaning in TASKS.items())

@@ -27,7 +27,7 @@ class UnknownId(LookupError):
 
 @dataclass
 class ClientSession:
-    """A client's session. `models`: number of its models."""
+    """A client's session. `seen`: time of its last message, in seconds of `time.monotonic`."""
 
     seen: float
     finished: bool = False

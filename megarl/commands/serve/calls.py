@@ -28,7 +28,7 @@ class CallAnswer:
 
 
 class CallAnswers:
-    """CallAnswers by request id. Finished ones that were fetched are forgotten first when there are too many. Thread-safe."""
+    """Answers by request id. Finished ones that were fetched are forgotten first when there are too many. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -13,9 +13,8 @@ from megarl.errors import errors_of
 from megarl.hf.config import context_length, text_fields
 from megarl.megatron.extra_settings import check_extra_names
 from megarl.observe.run_dir import RunDirectory
-from megarl.platform.kinds import kind_of
 from megarl.preflight.engines import check_engines
-from megarl.preflight.engines_and_devices import check_device
+from megarl.preflight.engines_and_devices import check_device, device_count_errors
 from megarl.preflight.findings import Survey
 from megarl.preflight.hub_inputs import fetch_inputs
 from megarl.preflight.models import POLICY
@@ -82,6 +81,5 @@ def _check_settings(survey: Survey) -> None:
     survey.add(errors_of(check_engines, recipe.rollout), "rollout.engine")
     survey.add(errors_of(check_extra_names, recipe, "megatron"), "megatron.extra")
     survey.add(run_directory_errors(recipe), "runs_dir")
-    if kind_of(platforms.kind(recipe.cluster.device)).ray_resource is not None:  # CPU processes share cores
-        demand = Demand.of(recipe, trainers=True, engines=True)
-        survey.add(errors_of(demand.require_trainers_devices_suffice), "cluster.trainers")
+    demand = Demand.of(recipe, trainers=True, engines=True)
+    survey.add(device_count_errors(recipe, demand), "cluster.trainers")

@@ -32,7 +32,7 @@ from megarl.errors import as_input_error
 from megarl.recipe import Recipe
 from megarl.recipe.derived.offload import offloads
 from megarl.rollout.completions.handle import MOST_ALTERNATIVES, CompletionHandle, start_completion_engines
-from megarl.rollout.start_engines import load_engines, wait_for_start
+from megarl.rollout.start_engines import load_engines, shares_devices, wait_for_start, wait_until_asleep
 from megarl.trainer.datums.group import DatumGroup
 from megarl.trainer.group import require_shared_storage
 from megarl.trainer.start import Learners
@@ -304,10 +304,9 @@ class TrainingSession:
         engines = start_completion_engines(recipe, platform, cluster)
         loading = load_engines(recipe.rollout, engines)
         descriptions: list[dict[str, Any]] = []
-        shared = recipe.cluster.placement == "colocated" and platform.kind.ray_resource is not None
-        if shared:  # an engine measures the free memory when it loads, so trainers start after it sleeps
-            descriptions = wait_for_start(engines, loading, doing="load", limit=limit)
-            wait_for_start(engines, [engine.sleep() for engine in engines], doing="go to sleep", limit=limit)
+        shared = shares_devices(recipe, platform)
+        if shared:
+            descriptions = wait_until_asleep(engines, loading, limit)
         workers = cluster.start_trainers(DATUM_WORKER, recipe.cluster.trainers, (recipe, 1))
         actor = DatumGroup(workers, recipe)
         require_shared_storage(actor, self.model.directory.path)
@@ -353,10 +352,10 @@ class TrainingSession:
         return {"model": {name: config.get(name) for name in sizes}} | (lora if recipe.lora.rank else {"lora_rank": 0})
 
 
-def _check_ids(ids: np.ndarray, vocab_size: int, what: str) -> None:
+def _check_ids(ids: np.ndarray, vocab_size: int, place: str) -> None:
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(
-            f"{what} has token ids from {ids.min()} to {ids.max()}; the served model's vocabulary has {vocab_size}. Is it tokenized "
+            f"{place} has token ids from {ids.min()} to {ids.max()}; the served model's vocabulary has {vocab_size}. Is it tokenized "
             "for another model?"
         )
 

@@ -56,16 +56,16 @@ _UNUSED_WITH_LOOP = ("tools", "mcp", "interaction", "format", "max_calls_per_tur
 
 def _loop_errors(recipe: Recipe) -> Iterator[ValueError]:
     """Refuse settings that a loop of the user does not use, and parts of a run that it cannot fill."""
-    agent, own = recipe.agent, f"agent.loop={recipe.agent.loop}"
+    agent, setting = recipe.agent, f"agent.loop={recipe.agent.loop}"
     for name in _UNUSED_WITH_LOOP:
         if (value := getattr(agent, name)) != getattr(AgentConfig(), name):
-            problem = f"{own} decides what the policy reads: megarl runs no tools and no interaction in it"
+            problem = f"{setting} decides what the policy reads: megarl runs no tools and no interaction in it"
             yield RecipeError(f"agent.{name}", problem, "leave it out, or leave agent.loop out", value=value)
     if recipe.megatron.routing_replay == "rollout":
-        problem = f"the requests of {own} are separate, and no answer has the experts of all tokens of the response"
+        problem = f"the requests of {setting} are separate, and no answer has the experts of all tokens of the response"
         yield RecipeError("megatron.routing_replay", problem, "leave it out", value="rollout")
     if recipe.rollout.ignore_eos:
-        problem = f"the requests of {own} end at end-of-text tokens"
+        problem = f"the requests of {setting} end at end-of-text tokens"
         yield RecipeError("rollout.ignore_eos", problem, "set it to false, or leave agent.loop out", value=True)
 
 

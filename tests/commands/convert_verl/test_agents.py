@@ -67,7 +67,7 @@ LOOPS = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 
 
 def test_verls_agent_loops_are_carried_over() -> None:
-    """With the options that a loop may read; megarl's limits of its own loop are not verl's."""
+    """Options that a loop may read are loop_arguments; limits of megarl's loop are not set from verl's."""
     option = "actor_rollout_ref.rollout.multi_turn."
     command = (
         f"{GRPO} {LOOPS}=loops.yaml {option}max_user_turns=2 {option}max_parallel_calls=3 {option}num_repeat_rollouts=3"
@@ -85,9 +85,9 @@ def test_verls_agent_loops_are_carried_over() -> None:
     default = "actor_rollout_ref.rollout.agent.default_agent_loop"
     named = yaml.safe_load(convert(f"{GRPO} {LOOPS}=loops.yaml {default}=mine", []).text)["agent"]
     assert named["loop_arguments"] == {default: "mine"}
-    own = settings(command, "agent.loop=my_loops:Mine", "agent.max_turns=5")
-    assert own["agent.loop"] == "my_loops:Mine" and own["agent.max_turns"] == 5
-    assert not any(key.startswith("agent.loop_arguments") for key in own)
+    converted = settings(command, "agent.loop=my_loops:Mine", "agent.max_turns=5")
+    assert converted["agent.loop"] == "my_loops:Mine" and converted["agent.max_turns"] == 5
+    assert not any(key.startswith("agent.loop_arguments") for key in converted)
     dropped = convert(f"{GRPO} {LOOPS}=loops.yaml", [], accepted=[LOOPS])
     assert "agent:" not in dropped.text and any("megarl's agent loop" in note for note in dropped.notes)
 

@@ -14,6 +14,7 @@ from megarl.commands.data.command import app
 from megarl.commands.data.verl_dataset import prepare
 from megarl.data.prompts import ground_truth_of, layout_of
 from megarl.data.rows import Row, iterate_rows, messages_of, write_parquet
+from tests.support.verl_stand_in import forget_loop_modules
 
 OWN = "tests/support/verl_datasets.py"
 
@@ -92,11 +93,14 @@ def test_classes_that_cannot_be_carried_over_are_refused(questions: str, tmp_pat
     assert not out.exists()
 
 
-def test_a_class_that_needs_more_of_verl_is_told_what_there_is(questions: str, tmp_path: Path) -> None:
+def test_a_class_that_needs_more_of_verl_is_told_what_there_is(
+    questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_loop_modules(monkeypatch)
     (tmp_path / "own.py").write_text("from verl.utils.model import compute_position_id_with_mask\n")
     with pytest.raises(
         ValueError,
-        match=r"megarl provides only .*verl\.interactions\.base, verl\.tools\.base_tool.*verl\.utils\.dataset",
+        match=r"megarl provides only verl\.interactions\.base, verl\.tools\.base_tool.*verl\.utils\.dataset",
     ):
         prepare(f"{tmp_path}/own.py:Any", [questions], tmp_path / "rows.parquet", None, {})
     wrong = run("--class", "x:y", "--source", questions, "--out", "a.parquet", "--option", "hint")

@@ -222,7 +222,7 @@ def test_a_reward_of_a_task_without_one_is_refused_at_the_answer() -> None:
 
 
 def test_ctrl_c_at_a_question_stops_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its exit status is 130, not that of a wrong answer."""
+    """The exit status is 130; a wrong answer has 2."""
 
     def interrupted(*_: Any) -> str:
         raise KeyboardInterrupt

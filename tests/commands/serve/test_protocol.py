@@ -1,4 +1,4 @@
-"""Requests of the published client: recorded ones, and those of the client that is installed."""
+"""Requests of the published client, recorded or from the installed client."""
 
 from __future__ import annotations
 
