@@ -276,7 +276,7 @@ def _start_processes(setup: RunSetup, cluster: Cluster, log: RunLog) -> Started:
     loading_fixed = [engine.start() for engine in fixed]
     loading = load_engines(recipe.rollout, engines)
     descriptions: list[dict[str, Any]] = []
-    time_shared = rollout and shares_devices(recipe, platform)
+    time_shared = rollout and shares_devices(recipe.cluster, platform)
     if time_shared:
         descriptions = wait_until_asleep(engines, loading, limit)
         log.reached("engines are loaded, and sleep")

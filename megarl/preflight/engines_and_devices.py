@@ -21,7 +21,7 @@ from megarl.preflight.recipe.observe import check_traces
 from megarl.preflight.user_functions import try_user_functions
 from megarl.recipe.data import DataConfig
 from megarl.recipe.derived.critic_view import critic_view
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import ClusterConfig, Recipe
 
 
 def only_evaluates(data: DataConfig) -> bool:
@@ -51,12 +51,12 @@ def training_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
     if uses_critic(recipe.algorithm):
         yield from errors_of(check_extra_names, critic_view(recipe), "critic.megatron")
     yield from errors_of(try_user_functions, recipe.algorithm)
-    yield from device_count_errors(recipe, demand_of(recipe))
+    yield from device_count_errors(recipe.cluster, demand_of(recipe))
 
 
-def device_count_errors(recipe: Recipe, demand: Demand) -> Iterator[ValueError]:
+def device_count_errors(cluster: ClusterConfig, demand: Demand) -> Iterator[ValueError]:
     """Yield an error if trainers and colocated engines of `demand` need different numbers of devices. CPU processes share cores."""
-    if kind_of(platforms.kind(recipe.cluster.device)).ray_resource is not None:
+    if kind_of(platforms.kind(cluster.device)).ray_resource is not None:
         yield from errors_of(demand.require_trainers_devices_suffice)
 
 

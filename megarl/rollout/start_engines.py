@@ -21,7 +21,7 @@ from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.environment import variables
 from megarl.recipe.observe import trace_options
-from megarl.recipe.schema import Recipe, RolloutConfig
+from megarl.recipe.schema import ClusterConfig, Recipe, RolloutConfig
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle
 from megarl.rollout.tape import RunTape
 
@@ -127,9 +127,9 @@ def wait_for_start(
     return wait_for_all(engines, calls, doing=doing, key="rollout.start_timeout", limit=limit)
 
 
-def shares_devices(recipe: Recipe, platform: Any) -> bool:
+def shares_devices(cluster: ClusterConfig, platform: Any) -> bool:
     """Return whether the policy's engines use the trainers' devices in turn. CPU processes share cores instead."""
-    return recipe.cluster.placement == "colocated" and platform.kind.ray_resource is not None
+    return cluster.placement == "colocated" and platform.kind.ray_resource is not None
 
 
 def wait_until_asleep(

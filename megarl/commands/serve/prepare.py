@@ -82,4 +82,4 @@ def _check_settings(survey: Survey) -> None:
     survey.add(errors_of(check_extra_names, recipe, "megatron"), "megatron.extra")
     survey.add(run_directory_errors(recipe), "runs_dir")
     demand = Demand.of(recipe, trainers=True, engines=True)
-    survey.add(device_count_errors(recipe, demand), "cluster.trainers")
+    survey.add(device_count_errors(recipe.cluster, demand), "cluster.trainers")

@@ -304,7 +304,7 @@ class TrainingSession:
         engines = start_completion_engines(recipe, platform, cluster)
         loading = load_engines(recipe.rollout, engines)
         descriptions: list[dict[str, Any]] = []
-        shared = shares_devices(recipe, platform)
+        shared = shares_devices(recipe.cluster, platform)
         if shared:
             descriptions = wait_until_asleep(engines, loading, limit)
         workers = cluster.start_trainers(DATUM_WORKER, recipe.cluster.trainers, (recipe, 1))
