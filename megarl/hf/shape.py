@@ -171,8 +171,13 @@ def _attention(family: Family, config: Config, weights: list[int]) -> Attention:
 
 
 def _windows(family: Family, config: Config, layers: int) -> tuple[int, float]:
-    """Return the size of sliding windows and the share of the layers that have them: all but every few, from Megatron's fields."""
+    """Return the size of sliding windows and the share of the layers that have them, from Megatron's fields.
+
+    `window_attn_skip_freq` has a 1 for each layer with a window, or is the interval of the layers without one.
+    """
     if not family.windows:
         return 0, 0.0
     settings = family.settings(config)
-    return settings["window_size"][0] + 1, (layers - layers // settings["window_attn_skip_freq"]) / layers
+    of_layers = settings["window_attn_skip_freq"]
+    windowed = sum(of_layers) if isinstance(of_layers, list) else layers - layers // of_layers
+    return settings["window_size"][0] + 1, windowed / layers

@@ -52,10 +52,6 @@ class Adaptor:
         """Problem of attention sinks and sliding windows; None if the device's layers support them."""
         return mindspeed.sinks_problem() if self.label else None
 
-    def deepstack_problem(self) -> Problem | None:
-        """Problem of a vision tower that feeds several text layers (Qwen3-VL); None if it was compared with the device's layers."""
-        return mindspeed.deepstack_problem() if self.label else None
-
 
 def adaptor(device: str) -> Adaptor:
     """Return the adaptor of a device kind: "cpu", "cuda" or "npu"."""

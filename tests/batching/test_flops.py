@@ -73,6 +73,12 @@ CASES = {
         "GptOssConfig",
         {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "gemma3_text": ("Gemma3ForCausalLM", "Gemma3TextConfig", {"head_dim": 32}),
+    "gemma3": (
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {"head_dim": 32, "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}},
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLiteForCausalLM",
         "Glm4MoeLiteConfig",
@@ -159,6 +165,13 @@ def test_windows_of_gpt_oss() -> None:
     assert (flops.window, flops.windowed) == (128, 0.6) == (attention.window, attention.windowed)
     assert attention.seen(1000) == pytest.approx(0.6 * 128 + 0.4 * 1000) and attention.seen(100) == 100
     assert model_flops({**model, "model_type": "mixtral"}).windowed == 0
+
+
+def test_windows_of_gemma_3() -> None:
+    """All but every sixth of the 26 layers of the published model with a billion parameters have a window of 512 keys."""
+    config = published.read("gemma-3-1b-it")
+    flops, attention = model_flops(config), model_shape(config).attention
+    assert (flops.window, flops.windowed) == (512, 22 / 26) == (attention.window, attention.windowed)
 
 
 def test_flops_of_published_models() -> None:

@@ -127,6 +127,7 @@ GPT_OSS = {
     "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
     "swiglu_limit": 7.0,
 }
+GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 12, "sliding_window": 512, "rope_scaling": None}
 GLM = {"model_type": "glm4_moe", "attention_bias": True, "num_experts_per_tok": 8}
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 
@@ -135,7 +136,7 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
     ("model", "words"),
     [
         ({"model_type": "gpt_neox"}, "'gpt_neox' model. megarl trains deepseek_v3, glm4_moe, .*docs/add_a_model.md"),
-        ({"model_type": "gemma3", "vision_config": {}}, "'gemma3' model"),
+        ({"model_type": "gemma3n", "vision_config": {}}, "'gemma3n' model"),
         (
             {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}},
             "fp8.*Take the unquantized model, or convert it to bfloat16",
@@ -178,6 +179,18 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
         ({**GPT_OSS, "rope_scaling": {**YARN, "mscale": 1.0}}, "mscale, which engines do not read"),
         ({**GPT_OSS, "tie_word_embeddings": True}, "tie_word_embeddings"),
         ({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}, "mxfp4.*megarl convert-weights"),
+        ({**GEMMA, "hidden_activation": "gelu"}, "hidden_activation: gelu"),
+        ({**GEMMA, "sliding_window": None}, "sliding_window: None"),
+        ({**GEMMA, "layer_types": ["full_attention", "chunked_attention"]}, "layer_types: chunked_attention"),
+        ({**GEMMA, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping: 50.0"),
+        ({**GEMMA, "final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0"),
+        ({**GEMMA, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({**GEMMA, "attention_bias": True}, "attention_bias"),
+        ({**GEMMA, "rope_scaling": {**YARN}}, "rotary scaling 'yarn'"),
+        (
+            {**GEMMA, "rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear"}}},
+            "rotary scaling 'linear' in layers with a sliding window",
+        ),
         ({**LATENT, "rope_parameters": {"rope_type": "linear"}}, "rotary scaling 'linear'"),
         ({**LATENT, "norm_topk_prob": False}, "norm_topk_prob"),
         ({**LATENT, "num_experts_per_tok": 1}, "num_experts_per_tok: 1"),

@@ -196,13 +196,6 @@ def test_attention_sinks_are_refused() -> None:
             check_extra(recipe({}), model, section)
 
 
-def test_deepstack_is_refused() -> None:
-    model = published.read("Qwen3-VL-8B-Instruct")
-    check_extra(recipe({}, "cuda"), model, "megatron")
-    with pytest.raises(RecipeError, match=r"model\.path = [\s\S]*DeepStack[\s\S]*cluster\.device: cuda"):
-        check_extra(recipe({}), model, "megatron")
-
-
 def test_context_parallel_with_images_is_refused() -> None:
     images = {"text_config": DENSE, "vision_config": {}}
     with pytest.raises(RecipeError, match=r"megatron\.context_parallel = 2[\s\S]*vision[\s\S]*context_parallel=1"):

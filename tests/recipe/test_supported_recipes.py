@@ -71,6 +71,8 @@ PUBLISHED = {
     "Qwen3-30B-A3B": 30.5,
     "Qwen3-32B": 32.8,
     "Qwen3-235B-A22B": 235,
+    "gemma-3-1b-it": 1.0,
+    "gemma-3-27b-it": 27.0,  # the text part
     "gpt-oss-20b": 20.9,
     "gpt-oss-120b": 116.8,
 }

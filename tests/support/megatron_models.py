@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.support import gpt_oss_model
+from tests.support import gemma3_model, gpt_oss_model
 from tests.support.megatron_prediction import add_mtp_layer
 
 LENGTHS = [7, 13, 41, 5, 3, 15, 9, 3]
@@ -287,6 +287,14 @@ def _qwen3_5_moe() -> transformers.PreTrainedModel:
     )
 
 
+def _gemma3_text() -> transformers.PreTrainedModel:
+    return gemma3_model.text(COMMON)
+
+
+def _gemma3() -> transformers.PreTrainedModel:
+    return gemma3_model.with_tower(COMMON)
+
+
 MODELS = {
     "llama": _llama,
     "qwen2": _qwen2,
@@ -313,6 +321,8 @@ MODELS = {
     "qwen3_5_text": _qwen3_5_text,
     "qwen3_5": _qwen3_5,
     "qwen3_5_moe": _qwen3_5_moe,
+    "gemma3_text": _gemma3_text,
+    "gemma3": _gemma3,
 }
 
 

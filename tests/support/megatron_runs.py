@@ -33,7 +33,7 @@ DECAY, SAME_DECAY = ("A_log", "dt_bias", "in_proj_a.weight"), 1e-3
 gradient of the recurrence itself in float64, since they subtract cumulative sums."""
 SAME_CHANGE = 1e-5
 LAST_BITS = 2 * torch.finfo(torch.float32).eps  # two steps, each of which rounds
-CARRIED = "model.visual."  # a tower that is not trained
+CARRIED = ("model.visual.", "vision_tower.", "multi_modal_projector.")  # towers that are not trained
 UNTRAINED = ("e_score_correction_bias", "score.bias")
 """Weights without gradient: experts' routing biases, and the untrained weights of a critic's export."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.commands.data.tiny_tokenizer import EOS_ID, FIRST_IMAGE_ID, IMAGE_TOKENS, PAD_ID, VOCAB_LIMIT
 from megarl.commands.rehearse.changes import Changes
-from megarl.hf.config import number_of_experts, text_fields, with_experts, with_layers
+from megarl.hf.config import layer_kinds, number_of_experts, text_fields, with_experts, with_layers
 from megarl.hf.families import family_of, has_tower
 
 Config = dict[str, Any]
@@ -34,7 +34,8 @@ _STRUCTURE = (
 def shrink_model(hf_config: Config, layers: int, changes: Changes) -> Config:
     """Return a small version of a config.json with at least `layers` layers. Record the changes in `changes`.
 
-    Its text section is merged into the top level, except where transformers reads the text model from the section only.
+    Its text section is merged into the top level, except where transformers reads the text model from the section only. A tower
+    that is not trained is left out where the language model has a class of its own (`Family.alone`).
     """
     config = text_fields(hf_config)
     config.pop("text_config", None)
@@ -43,6 +44,10 @@ def shrink_model(hf_config: Config, layers: int, changes: Changes) -> Config:
     small |= {"intermediate_size": WIDTH, "dtype" if "dtype" in config else "torch_dtype": "float32"}
     if has_tower(config):
         small |= _vision(config, small)
+    if alone := family_of(hf_config).alone:
+        small |= {"model_type": alone[0], "architectures": [alone[1]]}
+        del small["vision_config"]
+        changes.note("reduced", "config.json: vision_config", "a tower", "none", "it is not trained")
     _note(config, small, changes)
     return _in_sections(small, hf_config["text_config"]) if family_of(hf_config).deepstack else small
 
@@ -69,7 +74,7 @@ def _attention(config: Config) -> Config:
         per_key = config["linear_num_value_heads"] // config["linear_num_key_heads"]
         small |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * per_key}
         small |= {"linear_key_head_dim": HEAD, "linear_value_head_dim": HEAD}
-    if "sliding_attention" in (config.get("layer_types") or ()):
+    if "sliding_attention" in layer_kinds(config):
         small["sliding_window"] = min(config["sliding_window"], WINDOW)
     if config.get("rotary_dim"):
         small["rotary_dim"] = HEAD * config["rotary_dim"] // config["head_dim"]

@@ -82,6 +82,8 @@ def _attention(family: Family, config: Config) -> dict[str, Shape]:
     if settings.get("qk_layernorm") or family.wide_norms:
         shapes["q_layernorm.weight"] = (heads * size if family.wide_norms else size,)
         shapes["k_layernorm.weight"] = (groups * size if family.wide_norms else size,)
+    if family.post_norms:
+        shapes["linear_proj.post_norm_weight"] = (hidden,)
     return {**shapes, "linear_proj.weight": (hidden, heads * size)}
 
 
@@ -122,9 +124,9 @@ def _delta_net(config: Config) -> dict[str, Shape]:
 def _mlp(family: Family, config: Config, layer: int) -> dict[str, Shape]:
     hidden = config["hidden_size"]
     if not family.sparse(config, layer):
-        return _gated(
-            "mlp.linear_fc{}.weight", hidden, config["intermediate_size"], norm="mlp.linear_fc1.layer_norm_weight"
-        )
+        after = {"mlp.linear_fc2.post_norm_weight": (hidden,)} if family.post_norms else {}
+        norm = "mlp.linear_fc1.layer_norm_weight"
+        return _gated("mlp.linear_fc{}.weight", hidden, config["intermediate_size"], norm=norm) | after
     settings: dict[str, Any] = family.settings(config)
     experts = number_of_experts(config)
     shapes = {"pre_mlp_layernorm.weight": (hidden,), "mlp.router.weight": (experts, hidden)}

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from megarl.hf.config import number_of_experts, text_fields
-from megarl.hf.families import family_of, has_sinks, has_tower
+from megarl.hf.families import family_of, has_sinks, has_tower, has_windows
 from megarl.hf.families.check import check_model
 from megarl.hf.families.read import config_of_unknown_type
-from megarl.megatron.extra_settings import adaptor_settings, check_names, check_sinks, recompute_settings
+from megarl.megatron.extra_settings import adaptor_settings, check_names, check_sinks, check_windows, recompute_settings
 from megarl.megatron.images import ImageLayout
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
 from megarl.megatron.lora.targets import check_lora
@@ -80,6 +80,8 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
         _install_native_layers(recipe.model.dtype, platform, hf_config)
     elif has_sinks(hf_config.to_dict()):
         check_sinks(recipe)
+    elif has_windows(hf_config.to_dict()):
+        check_windows(recipe)
     if value_head:
         hf_config.tie_word_embeddings = False  # a critic has no output layer to tie
     bridge = _bridge(recipe, hf_config, platform)

@@ -126,18 +126,6 @@ def sinks_problem() -> tuple[str, str]:
     )
 
 
-def deepstack_problem() -> tuple[str, str]:
-    """Problem and remedy of Qwen3-VL under MindSpeed.
-
-    Its tower has LayerNorm in front of its linears, and features reach text layers as `context`. Neither was compared with
-    MindSpeed's replacements of Megatron's layers.
-    """
-    return (
-        f"Qwen3-VL's vision tower and DeepStack have not been compared with {label()}'s layers",
-        "train with cluster.device: cuda",
-    )
-
-
 def arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of MindSpeed's `repatch`, from a model's settings under Megatron's names.
 
