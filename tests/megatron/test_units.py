@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megarl.errors import RecipeError
-from megarl.hf.config import number_of_experts, text_fields
+from megarl.hf.config import layer_kinds, number_of_experts, text_fields
 from megarl.hf.families import FAMILIES
 from megarl.hf.families.check import check_model
+from megarl.hf.families.settings import rotary_of_kind
 from megarl.hf.published import read as published
 from megarl.megatron.batch import MicroBatch, pack
 from megarl.megatron.extra_settings import check_extra, check_extra_names, fields_of_megatron
@@ -135,7 +136,7 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ({"model_type": "gpt_neox"}, "'gpt_neox' model. megarl trains deepseek_v3, glm4_moe, .*docs/add_a_model.md"),
+        ({"model_type": "gpt_neox"}, "'gpt_neox' model. megarl trains deepseek_v3, gemma3, .*docs/add_a_model.md"),
         ({"model_type": "gemma3n", "vision_config": {}}, "'gemma3n' model"),
         (
             {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}},
@@ -401,3 +402,34 @@ def test_sinks_are_refused_where_transformer_engine_has_none(monkeypatch: pytest
     monkeypatch.setattr("megarl.platform.device_kind.DeviceKind.is_here", lambda _: True)
     recipe.megatron.packing = True
     check_extra(recipe, model, "megatron")
+
+
+def test_windows_over_context_parallel_ranks_are_refused_where_transformer_engine_has_none() -> None:
+    model, recipe = published("gemma-3-27b-it"), Recipe()
+    recipe.cluster.device = "cuda"
+    check_extra(recipe, model, "megatron")
+    recipe.megatron.context_parallel = 2
+    check_extra(recipe, DENSE, "megatron")
+    with pytest.raises(RecipeError, match=r"megatron\.context_parallel = 2[\s\S]*no sliding windows over[\s\S]*to 1"):
+        check_extra(recipe, model, "megatron")
+    recipe.cluster.device = "cpu"
+    check_extra(recipe, model, "megatron")
+
+
+def test_published_configurations_may_leave_out_defaults() -> None:
+    """Gemma 3 27B's config.json has no vocabulary size, context length, rotary base or pattern of layers."""
+    whole = published("gemma-3-27b-it")
+    text = text_fields(whole)
+    assert (text["vocab_size"], text["tie_word_embeddings"], text["num_attention_heads"]) == (262_208, True, 32)
+    kinds = layer_kinds(text)
+    assert len(kinds) == 62 and [place for place, kind in enumerate(kinds) if kind == "full_attention"] == [
+        *range(5, 62, 6)
+    ]
+    settings = FAMILIES["gemma3"].settings(text)
+    assert settings["softmax_scale"] == 168**-0.5 and settings["window_size"] == (1023, 0)
+    assert settings["window_attn_skip_freq"] == [int(kind == "sliding_attention") for kind in kinds]
+    expected = {"sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}}
+    expected["full_attention"] = {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}
+    for kind, rotary in expected.items():
+        assert rotary_of_kind(text, kind) == rotary
+        assert rotary_of_kind({"rope_parameters": expected}, kind) == rotary
