@@ -13,7 +13,7 @@ def rotary_scaling(config: Config) -> dict[str, Any]:
 
     Of layers with full attention, if layers with sliding windows have other frequencies (Gemma 3).
     """
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     scaling = scaling.get("full_attention", scaling)
     return {**scaling, "rope_type": scaling.get("rope_type") or scaling.get("type") or "default"}
 

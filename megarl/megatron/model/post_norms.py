@@ -28,7 +28,7 @@ def install(layers: list[Any], provider: Any) -> None:
 def _with_norm(linear: type) -> type:
     """Return the row-parallel class `linear` with an RMSNorm of its output, for outputs of the hidden size, without biases."""
 
-    class RowParallelLinearNorm(linear):  # type: ignore[misc]
+    class RowParallelLinearNorm(linear):
         def __init__(self, input_size: int, output_size: int, *, config: Any, **arguments: Any) -> None:
             super().__init__(input_size, output_size, config=config, **arguments)
             device = torch.cuda.current_device()
