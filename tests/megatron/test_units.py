@@ -106,6 +106,8 @@ def test_padded_batches_of_delta_nets_are_refused(kind: str) -> None:
     check_layout(mixed, MegatronConfig(), 1)
     check_layout({**mixed, "layer_types": ["full_attention"] * 8}, MegatronConfig(packing=False), 1)
     check_layout(DENSE, MegatronConfig(packing=False), 1)
+    with pytest.raises(ValueError, match=r"megatron\.packing=false .* sparse attention takes packed sequences only"):
+        check_layout(published("DeepSeek-V3.2"), MegatronConfig(packing=False), 1)
 
 
 def test_layouts_that_divide_are_accepted() -> None:
@@ -129,6 +131,14 @@ GPT_OSS = {
     "swiglu_limit": 7.0,
 }
 GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 12, "sliding_window": 512, "rope_scaling": None}
+SPARSE_ATTENTION = {
+    "model_type": "glm_moe_dsa",
+    "num_experts_per_tok": 8,
+    "q_lora_rank": 2048,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
 GLM = {"model_type": "glm4_moe", "attention_bias": True, "num_experts_per_tok": 8}
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 
@@ -192,6 +202,11 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
             {**GEMMA, "rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear"}}},
             "rotary scaling 'linear' in layers with a sliding window",
         ),
+        ({**SPARSE_ATTENTION, "q_lora_rank": None}, "q_lora_rank: null"),
+        ({**SPARSE_ATTENTION, "index_topk": None}, "index_topk: None"),
+        ({**SPARSE_ATTENTION, "index_topk_freq": 4}, "share the indexer of an earlier layer"),
+        ({**SPARSE_ATTENTION, "index_topk_pattern": "FSSF"}, "share the indexer of an earlier layer"),
+        ({**SPARSE_ATTENTION, "indexer_types": ["full", "shared"]}, "share the indexer of an earlier layer"),
         ({**LATENT, "rope_parameters": {"rope_type": "linear"}}, "rotary scaling 'linear'"),
         ({**LATENT, "norm_topk_prob": False}, "norm_topk_prob"),
         ({**LATENT, "num_experts_per_tok": 1}, "num_experts_per_tok: 1"),

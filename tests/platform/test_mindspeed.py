@@ -196,6 +196,13 @@ def test_attention_sinks_are_refused() -> None:
             check_extra(recipe({}), model, section)
 
 
+def test_sparse_attention_is_refused() -> None:
+    model = published.read("DeepSeek-V3.2")
+    check_extra(recipe({}, "cuda"), model, "megatron")
+    with pytest.raises(RecipeError, match=r"model\.path = [\s\S]*sparse attention[\s\S]*cluster\.device: cuda"):
+        check_extra(recipe({}), model, "megatron")
+
+
 def test_context_parallel_with_images_is_refused() -> None:
     images = {"text_config": DENSE, "vision_config": {}}
     with pytest.raises(RecipeError, match=r"megatron\.context_parallel = 2[\s\S]*vision[\s\S]*context_parallel=1"):

@@ -22,13 +22,16 @@ from megarl.hf.families.qwen.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT
 from megarl.hf.families.qwen.qwen3_next import QWEN3_NEXT
 from megarl.hf.families.qwen.qwen3_vl import DEEPSTACK, QWEN3_VL, QWEN3_VL_MOE
 from megarl.hf.families.qwen.text import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from megarl.hf.families.sparse_attention import DEEPSEEK_V32, GLM_MOE_DSA
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v32": DEEPSEEK_V32,
     "gemma3": GEMMA3,
     "gemma3_text": GEMMA3_TEXT,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
+    "glm_moe_dsa": GLM_MOE_DSA,
     "gpt_oss": GPT_OSS,
     "kimi_k2": KIMI_K2,
     "llama": LLAMA,
@@ -75,6 +78,12 @@ def has_sinks(hf_config: dict[str, Any]) -> bool:
     """Return whether the model's heads have attention sinks."""
     family = FAMILIES.get(hf_config.get("model_type", ""))
     return family is not None and family.sinks
+
+
+def has_indexer(hf_config: dict[str, Any]) -> bool:
+    """Return whether the model has sparse attention: an indexer selects the keys that a query sees."""
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    return family is not None and bool(family.indexer)
 
 
 def has_windows(hf_config: dict[str, Any]) -> bool:

@@ -53,6 +53,7 @@ class Family:
     ties: bool = True  # the output layer may share the embedding's weights
     biased: bool = False  # attention_bias in config.json is supported, or part of the architecture
     latent: bool = False  # multi-head latent attention
+    indexer: str = ""  # sparse attention: "halves" or "interleaved", the rotated elements of its indexer's heads
     sinks: bool = False  # each head has a learned logit that only the softmax's denominator has
     windows: bool = False  # sliding windows in some layers are part of the architecture
     whole_experts: bool = False  # vLLM loads experts without its weight loaders: engine ranks collect whole tensors

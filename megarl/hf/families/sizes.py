@@ -58,7 +58,7 @@ def _mixer(family: Family, config: Config, layer: int) -> dict[str, Shape]:
     if family.delta_nets and layer_kinds(config)[layer] == "linear_attention":
         shapes = _delta_net(config)
     elif family.latent:
-        shapes = _latent_attention(config)
+        shapes = {**_latent_attention(config), **(_indexer(config) if family.indexer else {})}
     else:
         shapes = _attention(family, config)
     return {
@@ -104,6 +104,17 @@ def _latent_attention(config: Config) -> dict[str, Shape]:
         "linear_kv_up_proj.layer_norm_weight": (rank,),
         "linear_kv_up_proj.weight": (heads * (plain + value), rank),
         "linear_proj.weight": (hidden, heads * value),
+    }
+
+
+def _indexer(config: Config) -> dict[str, Shape]:
+    heads, size, hidden = config["index_n_heads"], config["index_head_dim"], config["hidden_size"]
+    return {
+        "indexer.wq_b": (heads * size, config["q_lora_rank"]),
+        "indexer.wk": (size, hidden),
+        "indexer.k_norm_weight": (size,),
+        "indexer.k_norm_bias": (size,),
+        "indexer.weights_proj": (heads, hidden),
     }
 
 

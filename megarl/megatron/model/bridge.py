@@ -26,7 +26,7 @@ from megarl.hf.families.settings import rotary_base, rotary_scaling, rotated_par
 from megarl.hf.families.sizes import head_size
 from megarl.hf.families.slices import ParameterShard, Stored, as_matrix, copy
 from megarl.hf.families.stacks import in_parameter_order, in_stored_order
-from megarl.megatron.model import gated_delta_net, post_norms, rotary_kinds, wide_norms
+from megarl.megatron.model import gated_delta_net, post_norms, rotary_kinds, sparse_attention, wide_norms
 from megarl.megatron.model.tensor_reader import TensorReader
 
 _EXPERTS = ".mlp.experts.linear_fc"
@@ -238,6 +238,8 @@ class FamilyBridge(TableWeights, LLMBridge):
             rotary_kinds.install(spec.layer_specs)
         if self.family.post_norms:
             post_norms.install(spec.layer_specs, gpt_layer_specs.TESpecProvider())
+        if self.family.indexer:
+            sparse_attention.install(self.fields, spec.layer_specs, interleaved=self.family.indexer == "interleaved")
         if self.family.delta_nets:
             first = get_transformer_layer_offset(self.config, vp_stage)
             gated_delta_net.install(self.fields, spec.layer_specs, first, gpt_layer_specs.TESpecProvider())
@@ -308,13 +310,14 @@ def _expert_number(parameter: str) -> int:
 
 
 def checkpoint_parameters(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of an unwrapped chunk that a checkpoint stores: parameters, and routing biases (buffers)."""
+    """Yield the tensors of an unwrapped chunk that a checkpoint stores: parameters, and buffers (routing biases, indexers)."""
     names = set()
     for name, weight in chunk.named_parameters():
         names.add(name)
         yield name, weight
     for name, value in chunk.state_dict().items():
-        if "expert_bias" in name and "_extra_state" not in name and name not in names:
+        stored = "expert_bias" in name or ".indexer." in name
+        if stored and "_extra_state" not in name and name not in names:
             yield name, value
 
 

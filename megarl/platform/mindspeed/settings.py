@@ -114,6 +114,17 @@ def zero_centered_norm_problem() -> tuple[str, str]:
     )
 
 
+def sparse_attention_problem() -> tuple[str, str]:
+    """Problem and remedy of sparse attention (DeepSeek-V3.2, GLM-5) under MindSpeed.
+
+    megarl's layer was not compared with its replacement of Megatron's latent attention.
+    """
+    return (
+        f"the model has sparse attention, and megarl's layer has not been compared with {label()}'s latent attention",
+        "train with cluster.device: cuda",
+    )
+
+
 def sinks_problem() -> tuple[str, str]:
     """Problem and remedy of attention sinks and sliding windows (gpt-oss) under MindSpeed.
 
