@@ -204,6 +204,7 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
         ),
         ({**SPARSE_ATTENTION, "q_lora_rank": None}, "q_lora_rank: null"),
         ({**SPARSE_ATTENTION, "index_topk": None}, "index_topk: None"),
+        ({**SPARSE_ATTENTION, "indexer_rope_interleave": False}, "indexer_rope_interleave: false"),
         ({**SPARSE_ATTENTION, "index_topk_freq": 4}, "share the indexer of an earlier layer"),
         ({**SPARSE_ATTENTION, "index_topk_pattern": "FSSF"}, "share the indexer of an earlier layer"),
         ({**SPARSE_ATTENTION, "indexer_types": ["full", "shared"]}, "share the indexer of an earlier layer"),

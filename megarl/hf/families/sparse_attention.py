@@ -31,6 +31,12 @@ def _unsupported(config: Config) -> Refusals:
         yield not config.get(name), f"{name}: {config.get(name)}"
     shared = "shared" in (config.get("indexer_types") or ()) or (config.get("index_topk_freq") or 1) > 1
     shared = shared or "S" in (config.get("index_topk_pattern") or "")
+    of_glm = config["model_type"] == "glm_moe_dsa"
+    interleaved = config.get("indexer_rope_interleave", of_glm)
+    yield (
+        interleaved != of_glm,
+        f"indexer_rope_interleave: {str(interleaved).lower()}, which transformers does not read",
+    )
     yield (
         shared,
         "layers that share the indexer of an earlier layer (indexer_types, index_topk_freq, index_topk_pattern)",
