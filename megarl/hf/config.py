@@ -80,6 +80,8 @@ def with_layers(config: dict[str, Any], layers: int, *, dense: int = 1) -> dict[
     if of_layers := config.get("mlp_layer_types"):
         first = min(of_layers.index("sparse"), most_dense)
         fields["mlp_layer_types"] = ["dense"] * first + ["sparse"] * (layers - first)
+    if of_indexers := config.get("indexer_types"):
+        fields["indexer_types"] = (of_indexers * layers)[:layers]
     if config.get("max_window_layers") is not None:
         fields["max_window_layers"] = min(config["max_window_layers"], layers)
     return fields

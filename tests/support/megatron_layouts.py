@@ -229,14 +229,10 @@ RESHARD_MORE_FOUR = [
 ]
 
 
-def _of_gpt_oss(case: dict[str, Any]) -> dict[str, Any]:
-    return {**case, "model": "gpt_oss"}
-
-
-# Sinks, and biases of experts.
-RESHARD_GPT_OSS_TWO = [
-    _of_gpt_oss(RESUME[0]),
-    _of_gpt_oss(reshard("tp", "resume", tensor_parallel=2)),
-    _of_gpt_oss(reshard("pp", "tp", pipeline_parallel=2, distributed_optimizer=False)),
+RESHARD_OTHER_TWO = [
+    {"name": "resume", "kind": "resume", "megatron": {}},
+    reshard("tp", "resume", tensor_parallel=2),
+    reshard("pp", "tp", pipeline_parallel=2, distributed_optimizer=False),
 ]
-RESHARD_GPT_OSS_ONE = [_of_gpt_oss(reshard("one", "pp"))]
+RESHARD_OTHER_ONE = [reshard("one", "pp")]
+"""Of models with layers that the others do not have."""

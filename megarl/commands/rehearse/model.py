@@ -27,7 +27,7 @@ _ROTARY = ("rope_scaling", "rope_parameters")  # names before transformers 5, an
 _STRUCTURE = (
     "model_type", "architectures", "num_nextn_predict_layers", "n_shared_experts", "kv_lora_rank", "qk_rope_head_dim",
     "tie_word_embeddings", *_ROTARY, "rope_theta", "attention_bias", "use_qk_norm", "partial_rotary_factor", "scoring_func", "topk_method", "norm_topk_prob",
-    "routed_scaling_factor", "decoder_sparse_step", "mlp_only_layers", "rope_interleave", "max_position_embeddings", "rms_norm_eps", "swiglu_limit",
+    "routed_scaling_factor", "decoder_sparse_step", "mlp_only_layers", "rope_interleave", "index_head_dim", "max_position_embeddings", "rms_norm_eps", "swiglu_limit",
 )  # fmt: skip
 
 
@@ -66,7 +66,8 @@ def _attention(config: Config) -> Config:
         rank = {"q_lora_rank": RANK} if config.get("q_lora_rank") else {}
         small = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": HIDDEN}
         total = {"qk_head_dim": HEAD + config["qk_rope_head_dim"]} if "qk_head_dim" in config else {}
-        return {**small, **rank, **total, "qk_nope_head_dim": HEAD, "v_head_dim": HEAD}
+        indexer = {"index_n_heads": 2, "index_topk": WINDOW} if config.get("index_topk") else {}
+        return {**small, **rank, **total, **indexer, "qk_nope_head_dim": HEAD, "v_head_dim": HEAD}
     groups = config.get("num_key_value_heads") or heads
     small_groups = min(groups, 2)
     small = {"num_attention_heads": small_groups * (heads // groups), "num_key_value_heads": small_groups}

@@ -154,6 +154,8 @@ def test_weights_have_transformers_names_and_shapes(name: str, tmp_path: Path) -
         "OlmoeConfig",
         "GptOssConfig",
         "Gemma3TextConfig",
+        "DeepseekV32Config",
+        "GlmMoeDsaConfig",
         "Qwen2MoeConfig",
         "Qwen3NextConfig",
         "Glm4MoeLiteConfig",
