@@ -8,7 +8,7 @@ import torch
 from megarl.megatron.model.sparse_attention import IndexStreams, selected_keys
 
 
-def streams(queries: int, keys: int, heads: int = 3, size: int = 8) -> IndexStreams:
+def streams(queries: int, keys: int, heads: int = 11, size: int = 8) -> IndexStreams:
     generator = torch.Generator().manual_seed(5)
     shapes = (2, queries, heads, size), (2, queries, heads), (2, keys, size)
     return IndexStreams(*(torch.randn(shape, generator=generator) for shape in shapes))
@@ -26,7 +26,7 @@ def test_the_largest_scores_are_selected(queries: int, length: int) -> None:
                 sum(
                     index.weight[sequence, query, head]
                     * torch.relu(index.query[sequence, query, head] @ index.key[sequence, key] * 8**-0.5)
-                    for head in range(3)
+                    for head in range(11)
                 )
                 for key in range(last + 1)
             ]
