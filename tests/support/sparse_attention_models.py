@@ -13,8 +13,8 @@ SPARSE_ATTENTION: dict[str, Any] = {
     "index_head_dim": 24,
     "num_nextn_predict_layers": 0,
 }
-"""Queries see fewer keys than most of the tests' sequences have. No tensor-parallel size divides the heads, and they are so many
-that some of them has a score above 0 for each pair: topk may select any of the pairs with equal scores."""
+"""Queries see fewer keys than most of the tests' sequences have. No tensor-parallel size divides the heads. With few
+heads, the scores of many pairs are 0, and topk may select any of them."""
 
 
 def deepseek_v32(sizes: dict[str, Any]) -> transformers.PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Gemma 3: sliding windows in most layers, with rotary frequencies of their own, and norms before and after each sublayer.
+"""Gemma 3: sliding windows in most layers, with other rotary frequencies, and norms before and after each sublayer.
 
 Checkpoints of 4B parameters and more have a vision tower, which is exported unchanged: the language model is trained on text.
 """

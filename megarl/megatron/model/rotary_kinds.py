@@ -1,6 +1,6 @@
 """Rotary frequencies that differ between layers with a sliding window and layers with full attention, as Gemma 3 has them.
 
-Megatron computes the angles of a micro batch once. Here they are those of both kinds of layers, and attention takes its own.
+Megatron computes the angles of a micro batch once. Here it computes the angles of both kinds of layers, and each layer takes the angles of its kind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _frequencies(config: Config, kind: str) -> torch.Tensor:
 class AttentionOfKind(SelfAttention):
     """Attention that takes the angles of its kind of layer from `rotary_pos_emb` [positions, 1, 1, 2 * size of a head].
 
-    Megatron repeats the frequencies: the angles are those of windows, of full attention, of windows, of full attention.
+    Megatron repeats the frequencies: the four parts are for windows, full attention, windows, full attention.
     """
 
     def forward(

@@ -34,7 +34,7 @@ class IndexerSizes(NamedTuple):
 
 
 class IndexStreams(NamedTuple):
-    """What an indexer computes for a packed stream of tokens."""
+    """Results of an indexer for a packed stream of tokens."""
 
     query: torch.Tensor  # [tokens, heads, size]
     weight: torch.Tensor  # float32 [tokens, heads]: of each head in a query's scores
@@ -77,7 +77,7 @@ class Indexer(torch.nn.Module):
 
 
 class SparseLatentAttention(MLASelfAttention):
-    """Multi-head latent attention whose indexer selects keys for its core attention, a `SparseAttention`."""
+    """Multi-head latent attention with an indexer, which selects the keys of its core attention (a `SparseAttention`)."""
 
     def __init__(
         self, config: Any, submodules: Any, layer_number: int, *, sizes: IndexerSizes, **arguments: Any
@@ -137,7 +137,7 @@ class SparseLatentAttention(MLASelfAttention):
 
 
 class SparseAttention(NativeAttention):
-    """Causal attention of packed sequences to the keys that an indexer selects, and to all keys if there are no more than these.
+    """Causal attention of packed sequences to the keys that an indexer selects, or to all keys if they are not more.
 
     `streams` is set before each call, `keys` once.
     """
@@ -184,7 +184,7 @@ class SparseAttention(NativeAttention):
 
 @torch.no_grad()
 def selected_keys(index: IndexStreams, keys: int) -> torch.Tensor:
-    """Return the mask [b, s, t] of the `keys` keys with the largest scores among those that each query may see.
+    """Return the mask [b, s, t] of the `keys` keys with the largest scores among the visible keys of each query.
 
     `index`: of s queries and t keys, of which the queries are the last. A head's score of a key is relu(q k / sqrt(size)).
     """
