@@ -143,7 +143,7 @@ def check_extra(recipe: Recipe, hf_config: dict[str, Any], section: str) -> None
         if has_sinks(hf_config):
             check_sinks(recipe, section)
         elif has_windows(hf_config):
-            check_windows(recipe, section)
+            check_windows(recipe.megatron, section)
     if text.get("kv_lora_rank") and scaling["rope_type"] == "yarn":
         fields = yarn_fields(scaling)
         unfit = adapts.latent_attention_problem(fields["mscale"], fields["mscale_all_dim"])
@@ -173,15 +173,14 @@ def check_sinks(recipe: Recipe, section: str = "megatron") -> None:
         raise RecipeError(key, f"{reason} in its flash attention", "leave it out", value="flash")
 
 
-def check_windows(recipe: Recipe, section: str = "megatron") -> None:
+def check_windows(megatron: MegatronConfig, section: str = "megatron") -> None:
     """Refuse sliding windows over context-parallel ranks, for devices with Transformer Engine. Raises RecipeError.
 
     Its releases 2.9 to 2.11 assert cp_comm_type a2a or all_gather for them (context_parallel.py), which megarl does not set.
     """
-    ranks = recipe.megatron.context_parallel
-    if ranks > 1:
+    if megatron.context_parallel > 1:
         problem = "Transformer Engine 2.9 to 2.11 has no sliding windows over context-parallel ranks"
-        raise RecipeError(f"{section}.context_parallel", problem, "set it to 1", value=ranks)
+        raise RecipeError(f"{section}.context_parallel", problem, "set it to 1", value=megatron.context_parallel)
 
 
 def check_names(extra: Iterable[str], fields: Iterable[str], section: str, adapts: Adaptor) -> None:

@@ -78,10 +78,8 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     upstream_fixes.fix_megatron()
     if platform.uses_native_layers:
         _install_native_layers(recipe.model.dtype, platform, hf_config)
-    elif has_sinks(hf_config.to_dict()):
-        check_sinks(recipe)
-    elif has_windows(hf_config.to_dict()):
-        check_windows(recipe)
+    else:
+        _check_engine_attention(recipe, hf_config.to_dict())
     if value_head:
         hf_config.tie_word_embeddings = False  # a critic has no output layer to tie
     bridge = _bridge(recipe, hf_config, platform)
@@ -114,6 +112,14 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
         if lora and recipe.lora.path and not weights_only:
             load_adapter(lora, Path(recipe.lora.path))
     return Model(bridge, chunks, bridge.config, dtype, bridge.fields["vocab_size"], _image_layout(hf_config), lora)
+
+
+def _check_engine_attention(recipe: Recipe, hf_config: dict[str, Any]) -> None:
+    """Refuse sinks and windows that Transformer Engine, or what replaces it, does not have."""
+    if has_sinks(hf_config):
+        check_sinks(recipe)
+    elif has_windows(hf_config):
+        check_windows(recipe.megatron)
 
 
 def _install_native_layers(dtype: str, platform: Platform, hf_config: Any) -> None:
