@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in ("glm4_moe", "llama", "mistral", "mixtral", "olmoe", "qwen2_moe")},
     "gemma3_text": (
         "gemma3_text",
-        {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "initializer_range": 0.06},
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "gpt_oss": ("gpt_oss", {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}),
