@@ -16,9 +16,11 @@ import yaml
 from megarl import engines
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.atomic_files import check_new, write_atomically
-from megarl.commands.convert_verl.conversion import Conversion, OptionValue, read_options, value_of
+from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.fully_async import FULLY_ASYNC, FULLY_ASYNC_DEFAULTS
 from megarl.commands.convert_verl.gkd import GKD, GKD_DEFAULTS
+from megarl.commands.convert_verl.hydra.config_files import read_config, resolve_references
+from megarl.commands.convert_verl.hydra.overrides import OptionValue, read_options, value_of
 from megarl.commands.convert_verl.open_settings import open_notes, set_aside, stand_ins
 from megarl.commands.convert_verl.option import Option
 from megarl.commands.convert_verl.sampling import ASYNC_FLOW, ASYNC_FLOW_DEFAULTS, PARTIAL_ROLLOUT
@@ -80,18 +82,21 @@ def convert(
     chosen = {
         name: str(value) for name, value in overrides.items() if name in ("algorithm.advantage", "algorithm.loss")
     }
+    context = context or ScriptContext()
     command = read_command(text, variables, context)
-    options, config = read_options(command.arguments)
+    options, flags = read_options(command.arguments)
+    config = read_config(flags, command, context)
+    options = config.options | options
     _check_names(text, variables, accepted, options)
     user_choices = frozenset({*overrides, *accepted})
-    conversion = _translated(command, config, options, user_choices, chosen, rows=rows)
+    conversion = _translated(command, config.base, options, user_choices, chosen, rows=rows)
     conversion.check()
     conversion.settings |= overrides
     _drop_unused(conversion, overrides.keys())
     _drop_rejected(conversion, overrides.keys())
     _note_model(conversion)
     _note_exports(conversion, text)
-    conversion.notes += command.notes
+    conversion.notes += [*command.notes, *config.notes]
     conversion.notes.sort(key=_line)
     conversion.notes[:0] = open_notes(conversion)
     return Converted(_recipe(conversion, source), conversion.notes)
@@ -117,16 +122,18 @@ def _translated(
     *,
     rows: int | None,
 ) -> Conversion:
-    """Apply the tables and the derived settings. config: --config-name. chosen: advantage and loss that the user sets."""
+    """Apply the tables and the derived settings. config: the name of verl's configuration file. chosen: advantage and loss that the user sets."""
     entry = command.entry
     if entry.kind == "sft":
         optim = OPTIM_DEFAULTS.get(str(options["optim"].value) if "optim" in options else "", {})
+        resolve_references(options, SFT_DEFAULTS[entry.module])
         conversion = Conversion(options, SFT_DEFAULTS[entry.module] | optim, user_choices=user_choices)
         set_aside(conversion, [*SFT, *TRAINER], command.absences)
         conversion.apply([*SFT, *TRAINER])
         translate_sft(conversion, processes=_processes(command, conversion), rows=rows)
         return conversion
     first, defaults = _OF_KIND.get(entry.kind, ([], DEFAULTS))
+    resolve_references(options, defaults | dict(entry.defaults))
     conversion = Conversion(options, defaults | dict(entry.defaults), user_choices=user_choices)
     table = [*first, *RL, *TRAINER]
     set_aside(conversion, table, command.absences)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -12,24 +11,14 @@ from typing import Any
 
 import yaml
 
+from megarl.commands.convert_verl.hydra.overrides import OptionValue
 from megarl.commands.convert_verl.option import Option
-from megarl.commands.convert_verl.shell.parser import Argument
 from megarl.errors import InputError, cut_end
 from megarl.recipe.load import OPEN
 
-_OVERRIDE = re.compile(r"(~|\+{0,2})([\w@./-]+?)(?:=(.*))?", re.DOTALL)
 _ALGORITHMIC = ("algorithm.", "actor_rollout_ref.actor.", "critic.optim.", "distillation.", "async_training.")
 _HARMLESS = ("trainer.", "ray_kwargs.", "global_profiler.", "checkpoint.", "hydra.")
 """Prefixes of options that are left out even if the tables lack them. Any other unknown option is refused, as by Hydra."""
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-
-
-@dataclass(frozen=True)
-class OptionValue:
-    """The value of an option in the command, and its line."""
-
-    value: Any
-    line: int
 
 
 @dataclass
@@ -66,7 +55,7 @@ class Conversion:
         return next((self.options[option].value for option in options if option in self.options), None)
 
     def where(self, option: str) -> str:
-        return f"line {self.options[option].line}: " if option in self.options else ""
+        return f"{self.options[option].place}: " if option in self.options else ""
 
     def note(self, option: str, reason: str) -> None:
         """Add a note with the reason why `option` was changed or omitted."""
@@ -169,51 +158,6 @@ class Conversion:
                 return  # a default does not replace an option of the command
             self.note(self.origins[to], f"not used: {name} also sets {to}")
         self.settings[to], self.origins[to] = value, name
-
-
-def read_options(arguments: Sequence[Argument]) -> tuple[dict[str, OptionValue], str]:
-    """Parse Hydra's overrides and --config-name. The last override of an option counts. Raises InputError."""
-    options: dict[str, OptionValue] = {}
-    config, rest = "", list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if argument.text.startswith("--"):
-            flag, equals, value = argument.text.partition("=")
-            if flag not in ("--config-path", "--config-name", "--config-dir"):
-                raise InputError(f"line {argument.line}: the hydra option {argument.text} is not supported")
-            value = value if equals else rest.pop(0).text if rest else ""
-            config = value if flag == "--config-name" else config
-            continue
-        match = _OVERRIDE.fullmatch(argument.text)
-        if not match or (match[3] is None and match[1] != "~"):
-            raise InputError(f"line {argument.line}: {argument.text!r} is not an override of the form key=value")
-        if match[1] == "~":
-            raise InputError(f"line {argument.line}: {argument.text!r} deletes an option, which is not supported")
-        options[match[2]] = OptionValue(value_of(match[3], argument.line), argument.line)
-    return options, config
-
-
-def value_of(text: str, line: int) -> Any:
-    """Parse the value of an override: a number, a word, True, null or a list.
-
-    Raises InputError if it refers to other options.
-    """
-    if not text:
-        return text
-    if "${" in text:
-        raise InputError(f"line {line}: {text!r} refers to other options of verl; write the value instead")
-    if _NUMBER.fullmatch(text):
-        return float(text) if re.search(r"[.eE]", text) else int(text)
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        if text.startswith("{"):
-            return text  # a mapping in Hydra's own syntax
-        raise InputError(f"line {line}: the value {text!r} cannot be read") from error
-    if isinstance(value, (str, list, type(None))) or text.startswith("{"):
-        return value
-    # YAML reads further words as True or False, and 12:30 or 0x10 as numbers; Hydra reads them as text
-    return value if isinstance(value, bool) and text.lower() in ("true", "false") else text
 
 
 def _short(value: Any) -> str:
