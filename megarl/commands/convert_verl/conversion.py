@@ -18,7 +18,8 @@ from megarl.recipe.load import OPEN
 
 _ALGORITHMIC = ("algorithm.", "actor_rollout_ref.actor.", "critic.optim.", "distillation.", "async_training.")
 _HARMLESS = ("trainer.", "ray_kwargs.", "global_profiler.", "checkpoint.", "hydra.")
-"""Prefixes of options that are left out even if the tables lack them. Any other unknown option is refused, as by Hydra."""
+"""Prefixes of options that are left out if the tables lack them and have no similar name. Any other unknown option is refused, as by
+Hydra."""
 
 
 @dataclass
@@ -43,6 +44,13 @@ class Conversion:
     def get(self, option: str, otherwise: Any = None) -> Any:
         """Return the command's value, else verl's default, else `otherwise`."""
         return self.options[option].value if option in self.options else self.defaults.get(option, otherwise)
+
+    def is_on(self, option: str) -> bool:
+        """Return the value of a switch; 1 and 0 count as True and False, null as False. Raises InputError for any other value."""
+        value = self.get(option)
+        if value not in (None, "", OPEN, True, False):  # 1 == True
+            raise InputError(f"{self.where(option)}{option}={value!r} is not True or False; write one of these")
+        return value in (True, 1)
 
     def number(self, option: str, otherwise: int | None = None) -> int:
         value = self.get(option, otherwise)
@@ -110,13 +118,13 @@ class Conversion:
                 self.note(name, "the dataset class reads it")
             elif option is None:
                 near = difflib.get_close_matches(name, [row.verl for row in table], n=1, cutoff=0.85)
-                reason = f"unknown option, omitted{f'; nearest: {near[0]}' if near else ''}"
-                self.leave_out(name, reason, changes=not name.startswith(_HARMLESS))
+                reason = f"unknown option{f'; nearest: {near[0]}' if near else ', omitted'}"
+                self.leave_out(name, reason, changes=bool(near) or not name.startswith(_HARMLESS))
             elif option.to is None and self.get(name) in option.same:
                 continue
             elif name in unread:
                 self.note(name, f"not used: {unread[name]}")
-            elif option.changes:
+            elif option.changes and not option.names:
                 self.leave_out(name, f"no counterpart: {option.remark}", changes=True)
             elif option.to is None:
                 if name in self.options:
@@ -139,7 +147,9 @@ class Conversion:
             key = value if isinstance(value, (str, bool, type(None))) else str(value)
             if key not in option.names:
                 supported = ", ".join(map(str, option.names))
-                self.leave_out(name, f"this value has no counterpart; supported: {supported}", to=str(option.to))
+                reason = f"this value has no counterpart; supported: {supported}"
+                reason += f"; {option.remark}" if option.changes else ""
+                self.leave_out(name, reason, to=str(option.to), changes=option.changes)
                 return
             value = option.names[key]
         elif value is None:

@@ -101,7 +101,7 @@ def _at_update(conversion: Conversion) -> None:
         raise InputError(f"{conversion.where(_STALENESS)}{_STALENESS}={staleness} is not a number of at least 0")
     if not staleness:
         return
-    if conversion.get(_PARTIAL) is not True:
+    if not conversion.is_on(_PARTIAL):
         settings["rollout.at_update"] = "drain"
         conversion.note(
             _PARTIAL,
@@ -150,7 +150,7 @@ def _filter(conversion: Conversion) -> None:
     """Leave out dynamic sampling, which the trainer does not read."""
     conversion.drop("algorithm.dynamic_sampling.")
     option = "algorithm.filter_groups.enable"
-    if conversion.get(option) is True:
+    if conversion.is_on(option):
         conversion.note(option, f"not used: {_UNREAD}")
 
 

@@ -14,7 +14,7 @@ class Option:
     names: verl's value -> megarl's value. If it is not empty, other values have no counterpart.
     derived: a translate_* function computes the value from several options, as `remark` describes.
     same: values of an option without counterpart that match what megarl always does.
-    changes: a recipe without the option computes something else.
+    changes: a recipe without the option, or with another value than `names` has, computes something else.
     """
 
     verl: str

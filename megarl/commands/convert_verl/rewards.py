@@ -72,7 +72,7 @@ def translate_reward_function(conversion: Conversion) -> None:
 def _reward_model(conversion: Conversion) -> None:
     """Set the scorer `reward_model`, or the arguments that verl adds to a custom_reward_function, and note the server's command."""
     get, settings = conversion.get, conversion.settings
-    prefix = next((prefix for prefix in _MODELS if get(f"{prefix}.enable") is True), None)
+    prefix = next((prefix for prefix in _MODELS if conversion.is_on(f"{prefix}.enable")), None)
     if prefix is None:
         return
     option, path = f"{prefix}.enable", get(f"{prefix}.{_MODELS[prefix]}")
@@ -94,7 +94,7 @@ def _reward_model(conversion: Conversion) -> None:
             f"reward.arguments.reward_router_address=HOST:PORT; verl has no limit for its answer, here it is reward.timeout",
         )
         return
-    if any(get(f"{overlong}.enable") is True for overlong in OVERLONG):
+    if any(conversion.is_on(f"{overlong}.enable") for overlong in OVERLONG):
         raise InputError(
             f"{conversion.where(option)}with {option}=True verl ignores overlong_buffer; remove one of the two"
         )

@@ -109,7 +109,7 @@ def sampling_of(conversion: Conversion, kind: Kind) -> TrainerSampling:
             (f"{_DEVICES}.actor_train.nnodes", f"{_DEVICES}.actor_train.n_gpus_per_node"),
             get(f"{_FLOW}.staleness"),
         )
-        rule = "refresh" if ahead and get(f"{_FLOW}.wait_for_inflight_requests") is not True else "drain"
+        rule = "refresh" if ahead and not conversion.is_on(f"{_FLOW}.wait_for_inflight_requests") else "drain"
         return TrainerSampling(trainers, _TRAINER, ahead, rule)
     if mode == "sync":
         return TrainerSampling()
