@@ -7,7 +7,14 @@ from typing import Any
 from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.inputs import translate_sft_columns
 from megarl.commands.convert_verl.option import Option, no_counterpart
-from megarl.commands.convert_verl.table import ALWAYS, SAME_NAME, ULYSSES, layout_options, lite_options, optimizer_overrides
+from megarl.commands.convert_verl.table import (
+    ALWAYS,
+    SAME_NAME,
+    ULYSSES,
+    layout_options,
+    lite_options,
+    optimizer_overrides,
+)
 from megarl.commands.convert_verl.trainers import translate_router_losses
 from megarl.commands.convert_verl.translate import common, drop_evaluation_data, translate_prompts
 

@@ -92,7 +92,13 @@ def lite_options(prefix: str, to: str) -> list[Option]:
 def optimizer_overrides(prefix: str, remark: str) -> list[Option]:
     """Return the fields of Megatron's optimizer that verl overrides below `prefix`. remark: of fields that concern its place in memory."""
     config = f"{prefix}.override_optimizer_config"
-    in_memory = ("optimizer_cpu_offload", "*offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer")
+    in_memory = (
+        "optimizer_cpu_offload",
+        "*offload_fraction",
+        "overlap_cpu_optimizer_d2h_h2d",
+        "use_precision_aware_optimizer",
+        "fp8_recipe",
+    )
     return [
         *no_counterpart(remark, *(f"{config}.{name}" for name in in_memory)),
         *no_counterpart("AdamW, with decoupled weight decay", f"{config}.decoupled_weight_decay", same=(True,), changes=True),
@@ -103,6 +109,7 @@ def optimizer_overrides(prefix: str, remark: str) -> list[Option]:
 RL = [
     Option("actor_rollout_ref.model.path", "model.path"),
     Option("actor_rollout_ref.model.tokenizer_path", "model.tokenizer"),
+    Option("actor_rollout_ref.model.custom_chat_template", "data.chat_template"),
     Option("data.train_files", "data.train_files"),
     Option("data.val_files", "data.eval_files"),
     Option("data.train_batch_size", "data.prompts_per_step"),
@@ -123,7 +130,7 @@ RL = [
     Option("data.custom_cls.name", "data.train_files, data.eval_files", "see data.custom_cls.path", derived=True),
     *no_counterpart("rows come in the order of data.shuffle and data.curriculum", "data.sampler.*", same=(None,), changes=True),
     *no_counterpart("rows are fixed before the run", "data.datagen.*", same=(None,), changes=True),
-    *no_counterpart("the preparation of rows has no setting", "data.filter_overlong_prompts_workers", "data.dataloader_num_workers", "data.return_raw_chat", "data.return_raw_input_ids", "data.image_patch_size", "actor_rollout_ref.model.use_shm"),
+    *no_counterpart("the preparation of rows has no setting", "data.filter_overlong_prompts_workers", "data.dataloader_num_workers", "data.return_raw_chat", "data.return_raw_input_ids", "data.return_multi_modal_inputs", "data.image_patch_size", "actor_rollout_ref.model.use_shm"),
     *no_counterpart("evaluation takes all rows at once, in the order of the file", "data.val_batch_size", "data.validation_shuffle"),
     Option("data.val_max_samples", "evaluation.limit", "-1 is all rows", derived=True),
     *no_counterpart("every row is used", "data.train_max_samples", same=(-1,), changes=True),
@@ -269,7 +276,7 @@ RL = [
     *no_counterpart("algorithm.advantage=gae has a critic", "critic.enable"),
     Option(f"{_R}.name", "rollout.engine", names={"vllm": "vllm", "sglang": "sglang", "dynamo": "vllm"}),
     Option(f"{_R}.engine_kwargs.sglang.*", "rollout.engine_args.*", SAME_NAME),
-    Option(f"{_R}.mode", None, "engines always run in separate processes"),
+    *no_counterpart("engines always run in separate processes", f"{_R}.mode", f"{_R}.sglang_rollout_mode", f"{_R}.server.*"),
     Option(f"{_R}.load_format", None, "engines receive their weights from the trainers"),
     Option(f"{_R}.n", "rollout.samples_per_prompt"),
     Option(f"{_R}.tensor_model_parallel_size", "rollout.tensor_parallel, rollout.engines", "engines: devices / this value", derived=True),

@@ -226,9 +226,7 @@ def _overlong(conversion: Conversion) -> None:
 
 def _validation(conversion: Conversion) -> None:
     settings, values = conversion.settings, f"{_R}.val_kwargs"
-    settings["evaluation.at_start"] = (
-        conversion.is_on("trainer.val_before_train") and "data.eval_files" in settings
-    )
+    settings["evaluation.at_start"] = conversion.is_on("trainer.val_before_train") and "data.eval_files" in settings
     if not (settings["evaluation.at_start"] or "evaluation.every" in settings):
         conversion.drop("evaluation.")
         drop_evaluation_data(conversion)

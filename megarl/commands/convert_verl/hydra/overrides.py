@@ -59,9 +59,7 @@ def read_options(arguments: Sequence[Argument]) -> tuple[dict[str, OptionValue],
             continue
         match = _OVERRIDE.fullmatch(argument.text)
         if not match or (match[3] is None and match[1] != "~"):
-            backslash = (
-                ": a backslash before a space joins two words" if argument.text != argument.text.strip() else ""
-            )
+            backslash = ": a backslash before a space joins two words" if argument.text != argument.text.strip() else ""
             raise InputError(
                 f"line {argument.line}: {argument.text!r} is not an override of the form key=value{backslash}"
             )
@@ -86,7 +84,7 @@ def value_of(text: str, line: int) -> Any:
 
     Raises InputError if it refers to other options or cannot be read.
     """
-    if not text:
+    if not text or text.startswith(("{{", "{%")):  # a chat template
         return text
     if "${" in text:
         raise InputError(f"line {line}: {text!r} refers to other options of verl; write the value instead")
@@ -96,6 +94,8 @@ def value_of(text: str, line: int) -> Any:
     try:
         value = yaml.safe_load(_spaced(text) if is_mapping else text)
     except yaml.YAMLError as error:
+        if is_mapping:
+            return text  # with Hydra's escapes
         raise InputError(f"line {line}: the value {text!r} cannot be read") from error
     if is_mapping:
         return _with_numbers(value)
