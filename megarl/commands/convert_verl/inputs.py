@@ -114,7 +114,9 @@ def _translate_tools(conversion: Conversion) -> bool:
     if switches[file] and not {*options} & chosen:
         conversion.settings |= {"agent.tools": [str(get(file))], "agent.tool_rewards": "scorer"}
         conversion.note(
-            file, "an instance lasts for a sample, in verl's tool agent loop for a call; YAML and classes must be here"
+            file,
+            "every row has the tools, in verl rows with agent_name=tool_agent; an instance lasts for a sample, in verl for a call; "
+            "YAML and classes must be here",
         )
         if switches[functions]:
             conversion.leave_out(functions, _FUNCTIONS, to="agent.tools", changes=True)
