@@ -134,7 +134,9 @@ def test_references_to_options_are_their_values(tmp_path: Path) -> None:
     )
     write(tmp_path / "conf", "mine.yaml", content)
     recipe = yaml.safe_load(
-        converted(tmp_path, "--config-path=conf --config-name=mine", "data.train_batch_size=64 actor_rollout_ref.rollout.n=2").text
+        converted(
+            tmp_path, "--config-path=conf --config-name=mine", "data.train_batch_size=64 actor_rollout_ref.rollout.n=2"
+        ).text
     )
     assert recipe["algorithm"]["dynamic_sampling"]["max_attempts"] == 4  # batches of 64
     assert recipe["data"]["max_prompt_length"] == 512  # verl's default of max_response_length
