@@ -51,12 +51,19 @@ _OF_KIND: dict[str, tuple[list[Option], dict[str, Any]]] = {
 """Options of a kind of RL trainer that precede the tables, and its defaults."""
 
 
+_MINOR = "without effect on what the run computes:"
+
+
 @dataclass(frozen=True)
 class Converted:
-    """The text of a recipe, and its notes, which the text also has as comments at the top."""
+    """The text of a recipe, and its notes, which the text also has as comments at the top.
+
+    minor: the last notes, of options without counterpart that change nothing in the result.
+    """
 
     text: str
     notes: list[str]
+    minor: frozenset[str] = frozenset()
 
 
 def convert(
@@ -97,9 +104,9 @@ def convert(
     _note_model(conversion)
     _note_exports(conversion, text)
     conversion.notes += [*command.notes, *config.notes]
-    conversion.notes.sort(key=_line)
+    conversion.notes.sort(key=lambda note: (note in conversion.minor, _line(note)))
     conversion.notes[:0] = open_notes(conversion)
-    return Converted(_recipe(conversion, source), conversion.notes)
+    return Converted(_recipe(conversion, source), conversion.notes, frozenset(conversion.minor))
 
 
 def _check_names(text: str, variables: Collection[str], accepted: Collection[str], options: Collection[str]) -> None:
@@ -184,8 +191,8 @@ def convert_file(
         raise InputError(f"{file} cannot be read: {error}") from error
     source, script = ("a command line", None) if file == "-" else (Path(file).name, file)
     converted = convert(text, arguments, rows=rows, accepted=accepted, source=source, context=ScriptContext(script))
-    for note in converted.notes:
-        print(note, file=sys.stderr)
+    for line in _listed(converted.notes, converted.minor):
+        print(line, file=sys.stderr)
     if out is None:
         print(converted.text, end="")
     else:
@@ -295,11 +302,17 @@ def _recipe(conversion: Conversion, source: str) -> str:
             f"the command results in an invalid recipe:{error}\n  Add the setting after the file, as in {error.key}=VALUE."
         ) from error
     head = [f"# Converted from {source} by megarl convert-config. Options that were changed or omitted:"]
-    head += [f"#   {note}" for note in conversion.notes] or ["#   nothing"]
+    head += [f"#   {line}" for line in _listed(conversion.notes, conversion.minor)] or ["#   nothing"]
     text = "\n".join(head) + "\n" + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
     if names := absent_names(text):
         raise InputError(f"the script does not set ${names[0]}: add {names[0]}=VALUE after the file")
     return text
+
+
+def _listed(notes: Sequence[str], minor: Collection[str]) -> list[str]:
+    """Return the notes with a heading in front of the minor ones."""
+    first = [note for note in notes if note not in minor]
+    return [*first, _MINOR, *notes[len(first) :]] if len(first) < len(notes) else first
 
 
 def _load(content: Mapping[str, Any]) -> Recipe:

@@ -29,7 +29,7 @@ class Conversion:
     options: the options of the command by name. defaults: verl's defaults. settings: the recipe's, by dotted key.
     user_choices: keys of the recipe that the user sets, and options of verl that may be left out; nothing is refused for them.
     origins: the option that each setting came from. open: options without a value, and the script's text (`open_settings.py`).
-    notes: one line per option that was changed or omitted.
+    notes: one line per option that was changed or omitted. minor: the notes of options that change nothing in the result.
     """
 
     options: dict[str, OptionValue]
@@ -38,6 +38,7 @@ class Conversion:
     origins: dict[str, str] = field(default_factory=dict)
     open: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    minor: set[str] = field(default_factory=set)
     user_choices: Collection[str] = ()
     refused: dict[str, str] = field(default_factory=dict)  # options -> the reason, in the order of the command
 
@@ -65,10 +66,12 @@ class Conversion:
     def where(self, option: str) -> str:
         return f"{self.options[option].place}: " if option in self.options else ""
 
-    def note(self, option: str, reason: str) -> None:
-        """Add a note with the reason why `option` was changed or omitted."""
+    def note(self, option: str, reason: str, *, minor: bool = False) -> None:
+        """Add a note with the reason why `option` was changed or omitted. minor: the result is the same without it."""
         value = f"={_short(self.options[option].value)}" if option in self.options else " (verl's default)"
         self.notes.append(f"{self.where(option)}{option}{value}: {reason}")
+        if minor:
+            self.minor.add(self.notes[-1])
 
     def leave_out(self, option: str, reason: str, *, to: str = "", changes: bool = False) -> None:
         """Note that `option` is left out; refuse it if that changes the algorithm, unless the user accepts it (`check`).
@@ -123,12 +126,12 @@ class Conversion:
             elif option.to is None and self.get(name) in option.same:
                 continue
             elif name in unread:
-                self.note(name, f"not used: {unread[name]}")
+                self.note(name, f"not used: {unread[name]}", minor=True)
             elif option.changes and not option.names:
                 self.leave_out(name, f"no counterpart: {option.remark}", changes=True)
             elif option.to is None:
                 if name in self.options:
-                    self.note(name, f"no counterpart: {option.remark}")
+                    self.note(name, f"no counterpart: {option.remark}", minor=not option.differs)
             elif not option.derived:
                 self._take(name, option)
 

@@ -19,7 +19,7 @@ from megarl.commands.convert_verl.inputs import (
 )
 from megarl.commands.convert_verl.lora import translate_lora
 from megarl.commands.convert_verl.losses import translate_kl, translate_loss, translate_single_samples
-from megarl.commands.convert_verl.rewards import OVERLONG, translate_reward_function
+from megarl.commands.convert_verl.rewards import LONGEST, OVERLONG, translate_reward_function
 from megarl.commands.convert_verl.sampling import ARRIVAL, TrainerSampling, Updates, sampling_of, updates_of
 from megarl.commands.convert_verl.trainers import (
     frequency,
@@ -222,6 +222,11 @@ def _overlong(conversion: Conversion) -> None:
         if conversion.is_on(f"{prefix}.enable"):
             conversion.settings["algorithm.overlong.penalty_buffer"] = conversion.number(f"{prefix}.len")
             conversion.settings["algorithm.overlong.penalty_factor"] = conversion.get(f"{prefix}.penalty_factor", 1.0)
+            longest = conversion.number("data.max_response_length")
+            for option in LONGEST:
+                if conversion.get(option) not in (None, longest):
+                    reason = f"the buffer ends at data.max_response_length, which is {longest}"
+                    conversion.leave_out(option, reason, to="rollout.max_response_length", changes=True)
 
 
 def _validation(conversion: Conversion) -> None:

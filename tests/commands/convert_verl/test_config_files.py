@@ -79,7 +79,9 @@ def test_a_script_of_another_current_folder_brings_its_project(tmp_path: Path) -
 
 
 def test_a_file_of_yours_that_is_not_here_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"--config-name=mine is a configuration of yours.*no .*/conf/mine\.yaml"):
+    with pytest.raises(
+        InputError, match=r"--config-name=mine is a configuration file of yours.*/conf/mine\.yaml does not exist"
+    ):
         converted(tmp_path, f"--config-path={tmp_path}/conf --config-name=mine")
     with pytest.raises(InputError, match=r"add NAME=VALUE after the file"):
         converted(tmp_path, "--config-path=conf --config-name=$NAME")

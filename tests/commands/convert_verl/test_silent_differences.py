@@ -14,6 +14,9 @@ GRPO = (
     "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m data.train_files=a.parquet "
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1 trainer.n_gpus_per_node=1 trainer.total_training_steps=3"
 )
+OVERLONG = (
+    "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True reward_model.reward_kwargs.overlong_buffer_cfg.len=64"
+)
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 
@@ -62,6 +65,10 @@ def test_a_mistyped_option_of_the_trainer_is_refused(option: str, nearest: str) 
         (f"{R}.prompt_length=1024", "data.max_prompt_length is 512"),
         (f"{R}.max_model_len=1000", "verl cuts responses there, before .* = 1024"),
         ("trainer.resume_mode=resume_path", "give model.path, the exported weights"),
+        (
+            f"reward_model.reward_kwargs.max_resp_len=256 {OVERLONG}",
+            "the buffer ends at data.max_response_length, which is 512",
+        ),
     ],
 )
 def test_an_option_that_changes_the_run_is_refused(option: str, reason: str) -> None:
@@ -81,6 +88,8 @@ def test_an_option_that_changes_the_run_is_refused(option: str, reason: str) -> 
         f"{R}.response_length=512",
         f"{R}.max_model_len=1024",
         "trainer.resume_from_path=checkpoints/ trainer.resume_mode=disable",
+        f"reward_model.reward_kwargs.max_resp_len=512 {OVERLONG}",
+        "reward_model.reward_kwargs.max_resp_len=256",
     ],
 )
 def test_an_option_that_changes_nothing_is_not_refused(option: str) -> None:
@@ -107,3 +116,17 @@ def test_a_chat_template_of_the_command_is_the_recipes() -> None:
 def test_tools_are_for_every_row() -> None:
     notes = convert(f"{GRPO} {R}.multi_turn.tool_config_path=tools.yaml").notes
     assert any("every row has the tools, in verl rows with agent_name=tool_agent" in note for note in notes)
+
+
+def test_notes_of_options_without_effect_come_last() -> None:
+    """A reader sees the differences first, in the recipe and on the terminal."""
+    result = convert(f"{GRPO} trainer.balance_batch=False {R}.val_kwargs.top_k=20 data.truncation=left", rows=2048)
+    first, _, last = result.text.partition("#   without effect on what the run computes:")
+    assert "trainer.balance_batch=False" in last and "trainer.balance_batch" not in first
+    assert "val_kwargs.top_k=20" in first and "data.truncation=left" in first
+    assert [note for note in result.notes if note in result.minor] == result.notes[-len(result.minor) :]
+
+
+def test_an_accepted_option_is_a_difference() -> None:
+    result = convert(f"{GRPO} {R}.max_model_len=1000", accepted=[f"{R}.max_model_len"])
+    assert [note for note in result.notes if "verl cuts responses there" in note and note not in result.minor]

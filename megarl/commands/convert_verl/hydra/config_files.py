@@ -52,8 +52,8 @@ def read_config(flags: ConfigFlags, command: Command, context: ScriptContext) ->
     if file is None:
         searched = f"{folders[0] / name}.yaml" if folders else f"{name}.yaml in an unknown folder"
         raise InputError(
-            f"line {flags.line}: --config-name={flags.name} is a configuration of yours, and its options belong to the run, but "
-            f"there is no {searched}: convert in the folder where the script runs, or copy the file there"
+            f"line {flags.line}: --config-name={flags.name} is a configuration file of yours, and its options belong to the run, "
+            f"but {searched} does not exist: convert in the folder where the script runs, or copy the file there"
         )
     options: dict[str, OptionValue] = {}
     base = _read(file, options, ())
