@@ -48,11 +48,12 @@ python -m megarl convert-config run_sft.sh 1=8 2=out/sft MODEL_PATH=models/Qwen3
 | `--rows 7473` | rows of the training data: epochs become steps |
 | `--accept OPTION` | leave out an option although the run then computes something else |
 
-**Notes.** Comments at the top of the recipe, and stderr, list each option that is changed or has no counterpart, with its line. Options that the
-command does not set have verl's defaults.
+**Notes.** Comments at the top of the recipe, and stderr, list each option that is changed or has no counterpart, with its line: differences
+first, then options without effect on what the run computes. Options that the command does not set have verl's defaults.
 
 **Errors.** An option without counterpart that changes the result is an error. So are an option that verl lacks (`trainer.total_epoch`), a
-switch that is neither True nor False, and a reference `${...}` to other options.
+switch that is neither True nor False, and a reference `${...}` to other options. Unknown options of `trainer`, `ray_kwargs`, `global_profiler`,
+`checkpoint` and `hydra` are left out with a note, unless verl has a similar name.
 
 **`???`** stands for a path or a number of devices that the script takes from its environment, and for data files in another format. All
 commands refuse the recipe until you set the key, in the file or as `model.path=...` after it.
