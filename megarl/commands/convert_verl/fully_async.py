@@ -16,7 +16,8 @@ from megarl.errors import InputError
 
 _A, _R, _ASYNC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "async_training"
 _STALENESS, _PARTIAL = f"{_ASYNC}.staleness_threshold", f"{_ASYNC}.partial_rollout"
-_TOTAL, _CONCURRENT = "rollout.total_rollout_steps", f"{_ASYNC}.concurrent_samples_per_replica"
+_TOTAL, _BYPASS = "algorithm.rollout_correction.bypass_mode"
+_CONCURRENT = "rollout.total_rollout_steps", f"{_ASYNC}.concurrent_samples_per_replica"
 _HYBRID = "the trainers' devices do not sample"
 _UNREAD = "verl's fully asynchronous trainer does not read it"
 
@@ -80,6 +81,10 @@ def translate_fully_async(conversion: Conversion, updates: Updates, *, megatron:
         conversion.notes.append(
             f"verl runs at most {conversion.get(_CONCURRENT)} groups per engine (concurrent_samples_per_replica); here engines "
             "get all admitted groups at once, and rollout.engine_args.max_num_seqs limits the requests that run"
+        )
+    if _BYPASS not in conversion.options:
+        conversion.note(
+            _BYPASS, "algorithm.old_log_probs=rollout; in verl of January 2026 it was False, which is computed"
         )
     warmup = conversion.get("trainer.critic_warmup") or 0
     if warmup:

@@ -130,3 +130,14 @@ def test_notes_of_options_without_effect_come_last() -> None:
 def test_an_accepted_option_is_a_difference() -> None:
     result = convert(f"{GRPO} {R}.max_model_len=1000", accepted=[f"{R}.max_model_len"])
     assert [note for note in result.notes if "verl cuts responses there" in note and note not in result.minor]
+
+
+def test_a_default_that_verl_has_changed_has_a_note() -> None:
+    """A script of an earlier verl relies on the earlier default."""
+    command = GRPO.replace("verl.trainer.main_ppo", "verl.experimental.fully_async_policy.fully_async_main")
+    command += f" {A}.ppo_mini_batch_size=8 {R}.n=2 rollout.total_rollout_steps=4096"
+    option = "algorithm.rollout_correction.bypass_mode"
+    assert any(
+        note.startswith(f"{option} (verl's default)") and "January 2026" in note for note in convert(command).notes
+    )
+    assert not any("January 2026" in note for note in convert(f"{command} {option}=True").notes)

@@ -30,11 +30,15 @@ VERLS_FILES = frozenset({
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The options of a configuration file. base: the file of verl at its root, or the name that the command gives."""
+    """The options of a configuration file.
+
+    base: the file of verl at its root, or the name that the command gives. file: the user's file; None: verl's.
+    """
 
     base: str
     options: dict[str, OptionValue]
     notes: tuple[str, ...] = ()
+    file: Path | None = None
 
 
 def read_config(flags: ConfigFlags, command: Command, context: ScriptContext) -> ConfigFile:
@@ -57,7 +61,8 @@ def read_config(flags: ConfigFlags, command: Command, context: ScriptContext) ->
         )
     options: dict[str, OptionValue] = {}
     base = _read(file, options, ())
-    return ConfigFile(base or name, options, (f"line {flags.line}: --config-name={flags.name}: the options of {file}",))
+    note = f"line {flags.line}: --config-name={flags.name}: the options of {file}"
+    return ConfigFile(base or name, options, (note,), file)
 
 
 def _stem(name: str) -> str:
