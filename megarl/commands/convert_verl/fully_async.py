@@ -16,8 +16,8 @@ from megarl.errors import InputError
 
 _A, _R, _ASYNC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "async_training"
 _STALENESS, _PARTIAL = f"{_ASYNC}.staleness_threshold", f"{_ASYNC}.partial_rollout"
-_TOTAL, _BYPASS = "algorithm.rollout_correction.bypass_mode"
-_CONCURRENT = "rollout.total_rollout_steps", f"{_ASYNC}.concurrent_samples_per_replica"
+_BYPASS = "algorithm.rollout_correction.bypass_mode"
+_TOTAL, _CONCURRENT = "rollout.total_rollout_steps", f"{_ASYNC}.concurrent_samples_per_replica"
 _HYBRID = "the trainers' devices do not sample"
 _UNREAD = "verl's fully asynchronous trainer does not read it"
 
