@@ -135,7 +135,7 @@ def test_an_accepted_option_is_a_difference() -> None:
 def test_a_default_that_verl_has_changed_has_a_note() -> None:
     """A script of an earlier verl relies on the earlier default."""
     command = GRPO.replace("verl.trainer.main_ppo", "verl.experimental.fully_async_policy.fully_async_main")
-    command += f" {A}.ppo_mini_batch_size=8 {R}.n=2 rollout.total_rollout_steps=4096"
+    command += f" data.train_batch_size=0 data.gen_batch_size=1 {A}.ppo_mini_batch_size=8 {R}.n=2 rollout.total_rollout_steps=4096"
     option = "algorithm.rollout_correction.bypass_mode"
     assert any(
         note.startswith(f"{option} (verl's default)") and "January 2026" in note for note in convert(command).notes
