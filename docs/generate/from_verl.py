@@ -145,7 +145,7 @@ In every run:
 - Prompts are never truncated: rows that are too long are refused, or filtered if the script truncates or filters.
 - Each step trains on `data.prompts_per_step` groups: a dropped group is replaced.
 - Engines are separate processes; the reference policy runs in the actor's.
-- Defaults are those of verl in August 2026 (1dda039). Since January 2026 (b178a3c) one has changed: `bypass_mode` of fully_async_main, from False
+- Defaults are the ones of verl in August 2026 (1dda039). Since January 2026 (b178a3c) one has changed: `bypass_mode` of fully_async_main, from False
   to True.
 - Checkpoints are in `runs/NAME/`. `trainer.resume_mode=resume_path` is an error: give the exported weights as `model.path`.
 
