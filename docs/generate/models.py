@@ -21,8 +21,12 @@ BEGIN, END = "<!-- generated: python -m docs.generate.models -->", "<!-- end -->
 
 KNOWN = {
     "deepseek_v3": ("DeepSeek-V3, DeepSeek-R1, Moonlight", ("deepseek_v3", "moonlight"), "deepseek_v3"),
+    "deepseek_v32": ("DeepSeek-V3.2", ("deepseek_v32",), ""),
+    "gemma3": ("Gemma 3 4B, 12B, 27B, on text", ("gemma3",), ""),
+    "gemma3_text": ("Gemma 3 270M, 1B", ("gemma3_text",), "gemma3_text"),
     "glm4_moe": ("GLM-4.5, GLM-4.6, GLM-4.7", ("glm4_moe", "glm4_moe_plain"), "glm4_moe"),
     "glm4_moe_lite": ("GLM-4.7-Flash", ("glm4_moe_lite",), "glm4_moe_lite"),
+    "glm_moe_dsa": ("GLM-5, GLM-5.1", ("glm_moe_dsa",), ""),
     "gpt_oss": ("gpt-oss-20b, gpt-oss-120b", ("gpt_oss",), "gpt_oss"),
     "kimi_k2": ("Kimi-K2", ("kimi_k2",), "kimi_k2"),
     "llama": ("Llama 2, Llama 3", ("llama", "llama3"), "llama"),

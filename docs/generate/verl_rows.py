@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-_QWEN3_VL = "Qwen3-VL is refused on NPU: it has not been compared with MindSpeed's layers"
 _ZERO_CENTERED = "MindSpeed's RMSNorm does not add 1 to its weight: refused on NPU"
 _NO_SCRIPT = "the row's script is in a repository that could not be read"
 
@@ -71,10 +70,10 @@ VERL_ROWS = (
         "",
         "samples of 256k tokens; the config.json of the Instruct version, which has another context length, is not in megarl",
     ),
-    VerlRow("31", "Qwen3-VL-8B-Instruct", "GRPO", "FSDP2", "vllm", "", _QWEN3_VL),
-    VerlRow("32", "Qwen3-VL-8B-Instruct", "GRPO (fully_async)", "FSDP2", "vllm", "", _QWEN3_VL),
-    VerlRow("33", "Qwen3-VL-30B-A3B-Instruct", "GRPO", "FSDP2", "vllm", "", _QWEN3_VL),
-    VerlRow("34", "Qwen3-VL-30B-A3B-Instruct", "DAPO", "FSDP2", "vllm", "", _QWEN3_VL),
+    VerlRow("31", "Qwen3-VL-8B-Instruct", "GRPO", "FSDP2", "vllm", "grpo_qwen3_vl_8b.yaml"),
+    VerlRow("32", "Qwen3-VL-8B-Instruct", "GRPO (fully_async)", "FSDP2", "vllm", "fully_async_qwen3_vl_8b.yaml"),
+    VerlRow("33", "Qwen3-VL-30B-A3B-Instruct", "GRPO", "FSDP2", "vllm", "grpo_qwen3_vl_30b.yaml"),
+    VerlRow("34", "Qwen3-VL-30B-A3B-Instruct", "DAPO", "FSDP2", "vllm", "dapo_qwen3_vl_30b.yaml"),
     VerlRow(
         "35",
         "Qwen3.5-27B",
@@ -114,7 +113,7 @@ VERL_ROWS = (
     VerlRow("39", "DeepSeek-V3", "DAPO", "Megatron", "vllm", "", f"{_NO_SCRIPT}; by GRPO: grpo_deepseek_v3.yaml"),
     VerlRow("40", "Qwen3-1.7B", "GRPO", "VeOmni", "vllm", "", _NO_SCRIPT),
     VerlRow("41", "Qwen3-30B-A3B", "GRPO", "VeOmni", "vllm", "grpo_qwen3_30b.yaml"),
-    VerlRow("42", "Qwen3-VL-30B-A3B-Instruct", "GRPO", "VeOmni", "vllm", "", _QWEN3_VL),
+    VerlRow("42", "Qwen3-VL-30B-A3B-Instruct", "GRPO", "VeOmni", "vllm", "grpo_qwen3_vl_30b_veomni.yaml"),
     VerlRow("SFT 1", "Qwen3-8B", "SFT-PEFT", "FSDP", "-", "sft_peft_qwen3_8b.yaml"),
     VerlRow(
         "SFT 2", "Qwen2.5-7B-Instruct", "ReTool-SFT", "FSDP", "-", "retool_sft_qwen2_7b.yaml", "with Qwen2-7B-Instruct"

@@ -4,7 +4,7 @@ Model FLOPs count the mathematics of the model, independent of the implementatio
 
 - matrix products only, 2 x m x n x k each; no norms, activations, softmax or embedding look-ups;
 - causal attention: l (l + 1) / 2 pairs for a sequence of l tokens, half of the square that a kernel without causal
-  skipping computes, and only the pairs within the window in layers that have one;
+  skipping computes, and only the pairs within the window in layers that have one, or as many as an indexer selects;
 - mixture of experts: the routed experts of a token, the shared experts and the router; no capacity, no padding;
 - the output layer for every token; a backward pass costs twice the forward pass;
 - no recomputation (activations, logits by blocks), padding, or fillers.
@@ -38,11 +38,14 @@ class ModelFlops:
     per_pair: int
     window: int = 0
     windowed: float = 0.0
+    indexer_per_token: int = 0  # part of `per_token`, of indexers, which get no gradient
+    indexer_per_pair: int = 0  # of indexers, for all pairs of causal attention
 
     def of(self, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the FLOPs of each sequence's forward pass: lengths in tokens [B] -> float64 [B]."""
         tokens = np.asarray(lengths, dtype=np.float64)
-        return self.per_token * tokens + self.per_pair * pairs(tokens, self.window, self.windowed)
+        indexed = self.indexer_per_pair * pairs(tokens, 0, 0.0)
+        return self.per_token * tokens + self.per_pair * pairs(tokens, self.window, self.windowed) + indexed
 
     def of_update(self, lengths: Sequence[int] | np.ndarray, *, frozen: bool = False) -> np.ndarray:
         """Return the FLOPs of each sequence's forward and backward pass, float64 [B].
@@ -51,7 +54,8 @@ class ModelFlops:
         has no weights.
         """
         tokens = np.asarray(lengths, dtype=np.float64)
-        return FORWARD_BACKWARD * self.of(lengths) - frozen * self.per_token * tokens
+        indexers = self.indexer_per_token * tokens + self.indexer_per_pair * pairs(tokens, 0, 0.0)
+        return FORWARD_BACKWARD * self.of(lengths) - frozen * self.per_token * tokens - 2 * indexers
 
 
 def model_flops(hf_config: dict[str, Any]) -> ModelFlops:
@@ -65,7 +69,14 @@ def model_flops(hf_config: dict[str, Any]) -> ModelFlops:
 def shape_flops(shape: ModelShape, *, output: bool = True) -> ModelFlops:
     """Count a model of `shape`. `output`: with the output layer."""
     attention, weights = shape.attention, shape.active - (0 if output else shape.output)
-    return ModelFlops(2 * weights, 2 * shape.layers * attention.per_pair, attention.window, attention.windowed)
+    return ModelFlops(
+        2 * weights,
+        2 * shape.layers * attention.per_pair,
+        attention.window,
+        attention.windowed,
+        2 * shape.layers * attention.indexer,
+        2 * shape.layers * attention.per_indexed_pair,
+    )
 
 
 def visible_pairs(attention: Attention, lengths: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ _SIZES = (
     "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "tie_word_embeddings", "num_experts", "n_routed_experts", "num_local_experts",
     "moe_intermediate_size", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace",
-    "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "layer_types", "full_attention_interval", "mlp_only_layers",
+    "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_n_heads", "index_head_dim", "layer_types", "full_attention_interval", "mlp_only_layers",
     "decoder_sparse_step", "mlp_layer_types", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
     "linear_num_key_heads", "linear_num_value_heads",
 )  # fmt: skip

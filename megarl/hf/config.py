@@ -7,6 +7,20 @@ from typing import Any
 _MODEL_FIELDS = ("architectures", "model_type", "tie_word_embeddings")
 """Fields that describe the whole model at the top level; a text section may repeat them for the text model."""
 
+_GEMMA3: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+}
+_ABSENT = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
+"""Transformers' defaults of fields that published config.json files of a `model_type` leave out."""
+
 
 def text_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the fields of its text section, which some multi-modal models have, at the top level.
@@ -15,7 +29,8 @@ def text_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
     `_MODEL_FIELDS`.
     """
     model = {name: hf_config[name] for name in _MODEL_FIELDS if name in hf_config}
-    return {**hf_config, **(hf_config.get("text_config") or {}), **model}
+    absent = _ABSENT.get(hf_config.get("model_type", ""), {})
+    return {**absent, **hf_config, **(hf_config.get("text_config") or {}), **model}
 
 
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -39,9 +54,10 @@ def layer_kinds(config: dict[str, Any]) -> list[str]:
     """
     if kinds := config.get("layer_types"):
         return list(kinds)
-    layers = config.get("num_hidden_layers") or 0
-    interval = config.get("full_attention_interval") or (4 if config.get("linear_num_key_heads") else 1)
-    return ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(layers)]
+    layers, pattern = config.get("num_hidden_layers") or 0, config.get("sliding_window_pattern")
+    interval = pattern or config.get("full_attention_interval") or (4 if config.get("linear_num_key_heads") else 1)
+    other = "sliding_attention" if pattern else "linear_attention"
+    return ["full_attention" if (layer + 1) % interval == 0 else other for layer in range(layers)]
 
 
 def with_layers(config: dict[str, Any], layers: int, *, dense: int = 1) -> dict[str, Any]:
@@ -56,7 +72,7 @@ def with_layers(config: dict[str, Any], layers: int, *, dense: int = 1) -> dict[
     fields: dict[str, Any] = {"num_hidden_layers": layers}
     if config.get("first_k_dense_replace"):
         fields["first_k_dense_replace"] = dense
-    if config.get("layer_types") or config.get("full_attention_interval"):
+    if any(config.get(name) for name in ("layer_types", "full_attention_interval", "sliding_window_pattern")):
         kinds = layer_kinds(config)
         few = (kinds * layers)[:layers]
         absent = [kind for kind in dict.fromkeys(kinds) if kind not in few]
@@ -64,6 +80,8 @@ def with_layers(config: dict[str, Any], layers: int, *, dense: int = 1) -> dict[
     if of_layers := config.get("mlp_layer_types"):
         first = min(of_layers.index("sparse"), most_dense)
         fields["mlp_layer_types"] = ["dense"] * first + ["sparse"] * (layers - first)
+    if of_indexers := config.get("indexer_types"):
+        fields["indexer_types"] = (of_indexers * layers)[:layers]
     if config.get("max_window_layers") is not None:
         fields["max_window_layers"] = min(config["max_window_layers"], layers)
     return fields

@@ -7,7 +7,7 @@ projector, multi-token-prediction layers (not trained) and adapters are left out
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -33,6 +33,8 @@ class Attention:
     least: int  # weights of the smallest layer
     window: int = 0  # keys that a query sees in layers with a sliding window; 0: none has one
     windowed: float = 0.0  # share of the layers with a window
+    indexer: int = 0  # matrices of an indexer, which is not trained; part of `weights`
+    per_indexed_pair: int = 0  # multiply-adds of the indexer per (query, key) pair, also beyond the window
 
     def seen(self, tokens: float) -> float:
         """Return the cached tokens that the next query sees after `tokens`, as the mean over layers."""
@@ -162,7 +164,8 @@ def _attention(family: Family, config: Config, weights: list[int]) -> Attention:
     if family.latent:
         rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
         trained = heads * (config["qk_nope_head_dim"] + rotary + config["v_head_dim"])
-        return Attention(mean, trained, heads * (2 * rank + rotary), rank + rotary, trained, 1, least)
+        latent = Attention(mean, trained, heads * (2 * rank + rotary), rank + rotary, trained, 1, least)
+        return replace(latent, **_indexer(config)) if family.indexer else latent
     groups, size = config.get("num_key_value_heads") or heads, head_size(config)
     attending = sum(kind != "linear_attention" for kind in layer_kinds(config)) if family.delta_nets else layers
     pairs, cached = (count * size * attending // layers for count in (2 * heads, 2 * groups))
@@ -170,9 +173,23 @@ def _attention(family: Family, config: Config, weights: list[int]) -> Attention:
     return Attention(mean, pairs, pairs, cached, cached, groups, least, window, windowed)
 
 
+def _indexer(config: Config) -> dict[str, Any]:
+    """Return the fields of `Attention` for sparse attention: a query sees as many keys as within a window of that length."""
+    heads, size = config["index_n_heads"], config["index_head_dim"]
+    matrices = heads * size * config["q_lora_rank"] + (size + heads) * config["hidden_size"]
+    cached = config["kv_lora_rank"] + config["qk_rope_head_dim"] + size
+    window = {"window": config["index_topk"], "windowed": 1.0}
+    return {**window, "cached": cached, "indexer": matrices, "per_indexed_pair": heads * (size + 1)}
+
+
 def _windows(family: Family, config: Config, layers: int) -> tuple[int, float]:
-    """Return the size of sliding windows and the share of the layers that have them: all but every few, from Megatron's fields."""
+    """Return the size of sliding windows and the share of the layers that have them, from Megatron's fields.
+
+    `window_attn_skip_freq` has a 1 for each layer with a window, or is the interval of the layers without one.
+    """
     if not family.windows:
         return 0, 0.0
     settings = family.settings(config)
-    return settings["window_size"][0] + 1, (layers - layers // settings["window_attn_skip_freq"]) / layers
+    of_layers = settings["window_attn_skip_freq"]
+    windowed = sum(of_layers) if isinstance(of_layers, list) else layers - layers // of_layers
+    return settings["window_size"][0] + 1, windowed / layers

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megarl.atomic_files import atomic_directory, give_default_mode
+from megarl.hf.config import text_fields
 from megarl.hf.families import FAMILIES
 from megarl.hf.weights import CONVERSION, read_index
 
@@ -124,7 +125,7 @@ def _with_tied(weights: Iterator[tuple[str, torch.Tensor]], source: Path) -> Ite
 
     Megatron has the embedding once, or also on the last pipeline stage: a name may come twice.
     """
-    tied = _config(source).get("tie_word_embeddings", False)
+    tied = text_fields(_config(source)).get("tie_word_embeddings", False)
     for name, tensor in weights:
         yield name, tensor
         if tied and name.endswith("embed_tokens.weight"):

@@ -16,7 +16,7 @@ from typing import Any
 from megarl import platform
 from megarl.errors import RecipeError
 from megarl.hf.config import number_of_experts, text_fields
-from megarl.hf.families import deepstack_layers, has_sinks, has_tower, has_zero_centered_norms
+from megarl.hf.families import has_indexer, has_sinks, has_tower, has_windows, has_zero_centered_norms
 from megarl.hf.families.settings import rotary_scaling, yarn_fields
 from megarl.megatron.layout import uses_sequence_parallel
 from megarl.platform import transformer_engine
@@ -136,11 +136,14 @@ def check_extra(recipe: Recipe, hf_config: dict[str, Any], section: str) -> None
     unfit = adapts.zero_centered_norm_problem()
     if unfit is not None and has_zero_centered_norms(hf_config):
         raise RecipeError(key, *unfit, value=recipe.model.path)
-    if (unfit := adapts.deepstack_problem()) is not None and deepstack_layers(hf_config):
+    if (unfit := adapts.sparse_attention_problem()) is not None and has_indexer(hf_config):
         raise RecipeError(key, *unfit, value=recipe.model.path)
     kind = kind_of(platform.kind(recipe.cluster.device))
-    if has_sinks(hf_config) and kind.ray_resource and not (kind.is_here() and not transformer_engine.is_importable()):
-        check_sinks(recipe, section)
+    if kind.ray_resource and not (kind.is_here() and not transformer_engine.is_importable()):
+        if has_sinks(hf_config):
+            check_sinks(recipe, section)
+        elif has_windows(hf_config):
+            check_windows(recipe.megatron, section)
     if text.get("kv_lora_rank") and scaling["rope_type"] == "yarn":
         fields = yarn_fields(scaling)
         unfit = adapts.latent_attention_problem(fields["mscale"], fields["mscale_all_dim"])
@@ -168,6 +171,16 @@ def check_sinks(recipe: Recipe, section: str = "megatron") -> None:
     if megatron.extra.get("attention_backend") == "flash":
         key = f"{section}.extra.attention_backend"
         raise RecipeError(key, f"{reason} in its flash attention", "leave it out", value="flash")
+
+
+def check_windows(megatron: MegatronConfig, section: str = "megatron") -> None:
+    """Refuse sliding windows over context-parallel ranks, for devices with Transformer Engine. Raises RecipeError.
+
+    Its releases 2.9 to 2.11 assert cp_comm_type a2a or all_gather for them (context_parallel.py), which megarl does not set.
+    """
+    if megatron.context_parallel > 1:
+        problem = "Transformer Engine 2.9 to 2.11 has no sliding windows over context-parallel ranks"
+        raise RecipeError(f"{section}.context_parallel", problem, "set it to 1", value=megatron.context_parallel)
 
 
 def check_names(extra: Iterable[str], fields: Iterable[str], section: str, adapts: Adaptor) -> None:

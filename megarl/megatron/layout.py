@@ -26,7 +26,7 @@ def check_layout(hf_config: dict[str, Any], megatron: MegatronConfig, world_size
     _check_heads(hf_config, megatron)
     _check_widths(hf_config, megatron)
     _check_vision_tower(hf_config.get("vision_config") if has_tower(hf_config) else None, megatron)
-    _check_delta_nets(hf_config, megatron)
+    _check_packing(hf_config, megatron)
     _check_pipeline(hf_config, megatron)
     _check_deepstack(hf_config, megatron)
     _check_experts(hf_config, megatron, data_parallel)
@@ -124,14 +124,16 @@ def _check_vision_tower(vision: dict[str, Any] | None, megatron: MegatronConfig)
             _check_divides(megatron, "tensor_parallel", vision[name], f"the vision tower's {name} of {vision[name]}")
 
 
-def _check_delta_nets(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
+def _check_packing(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
     family = FAMILIES.get(hf_config.get("model_type", ""))
-    if megatron.packing or family is None or not family.delta_nets or "linear_attention" not in layer_kinds(hf_config):
+    if megatron.packing or family is None:
         return
-    raise ValueError(
-        "megatron.packing=false pads sequences, and megarl's gated delta nets take packed sequences only: set "
-        "megatron.packing=true."
-    )
+    delta_nets = family.delta_nets and "linear_attention" in layer_kinds(hf_config)
+    if delta_nets or family.indexer:
+        raise ValueError(
+            f"megatron.packing=false pads sequences, and megarl's {'gated delta nets take' if delta_nets else 'sparse attention takes'} "
+            "packed sequences only: set megatron.packing=true."
+        )
 
 
 def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:

@@ -48,13 +48,13 @@ class Adaptor:
         """Problem of norms that add 1 to their weights; None if the device's layers support them."""
         return mindspeed.zero_centered_norm_problem() if self.label else None
 
+    def sparse_attention_problem(self) -> Problem | None:
+        """Problem of sparse attention; None if the device's layers support it."""
+        return mindspeed.sparse_attention_problem() if self.label else None
+
     def sinks_problem(self) -> Problem | None:
         """Problem of attention sinks and sliding windows; None if the device's layers support them."""
         return mindspeed.sinks_problem() if self.label else None
-
-    def deepstack_problem(self) -> Problem | None:
-        """Problem of a vision tower that feeds several text layers (Qwen3-VL); None if it was compared with the device's layers."""
-        return mindspeed.deepstack_problem() if self.label else None
 
 
 def adaptor(device: str) -> Adaptor:

@@ -21,6 +21,7 @@ SPARSE = {**EXPERTS, "head_dim": 16}
 DENSE_FIRST = {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
 LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20}
 
+INDEXER = {"q_lora_rank": 40, "num_key_value_heads": 4, "index_n_heads": 3, "index_head_dim": 20, "index_topk": 512}
 INTERLEAVED = {
     "rope_parameters": {
         "rope_type": "default",
@@ -73,11 +74,21 @@ CASES = {
         "GptOssConfig",
         {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "gemma3_text": ("Gemma3ForCausalLM", "Gemma3TextConfig", {"head_dim": 32}),
+    "gemma3": (
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {"head_dim": 32, "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}},
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLiteForCausalLM",
         "Glm4MoeLiteConfig",
         {**EXPERTS, **DENSE_FIRST, **LATENT, "q_lora_rank": 40, "num_key_value_heads": 4},
     ),
+    **{
+        kind: (f"{name}ForCausalLM", f"{name}Config", {**EXPERTS, **DENSE_FIRST, **LATENT, **INDEXER})
+        for kind, name in (("deepseek_v32", "DeepseekV32"), ("glm_moe_dsa", "GlmMoeDsa"))
+    },
     "qwen2_5_vl": (
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen2_5_VLConfig",
@@ -109,7 +120,7 @@ def build(name: str) -> torch.nn.Module:
 
 def full_square(flops: ModelFlops, length: int) -> float:
     """Return the FLOPs of an attention that also computes masked pairs: all length^2 pairs."""
-    return flops.per_token * length + flops.per_pair * length**2
+    return flops.per_token * length + (flops.per_pair + flops.indexer_per_pair) * length**2
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -123,7 +134,8 @@ def test_flops_equal_torchs_counter(name: str) -> None:
             forward = counter.get_total_flops()
             logits.sum().backward()
         assert [forward] == [full_square(flops, length)]
-        assert counter.get_total_flops() == FORWARD_BACKWARD * forward
+        indexers = flops.indexer_per_token * length + flops.indexer_per_pair * length**2  # without gradients
+        assert counter.get_total_flops() == FORWARD_BACKWARD * forward - 2 * indexers
 
 
 def test_every_counted_model_is_checked() -> None:
@@ -159,6 +171,33 @@ def test_windows_of_gpt_oss() -> None:
     assert (flops.window, flops.windowed) == (128, 0.6) == (attention.window, attention.windowed)
     assert attention.seen(1000) == pytest.approx(0.6 * 128 + 0.4 * 1000) and attention.seen(100) == 100
     assert model_flops({**model, "model_type": "mixtral"}).windowed == 0
+
+
+def test_windows_of_gemma_3() -> None:
+    """All but every sixth of the 26 layers of the published model with a billion parameters have a window of 512 keys."""
+    config = published.read("gemma-3-1b-it")
+    flops, attention = model_flops(config), model_shape(config).attention
+    assert (flops.window, flops.windowed) == (512, 22 / 26) == (attention.window, attention.windowed)
+
+
+def test_selected_keys_of_sparse_attention() -> None:
+    """Queries see up to 2,048 keys; the indexer scores all, and has no backward pass."""
+    flops = model_flops(published.read("DeepSeek-V3.2"))
+    dense = model_flops(published.read("DeepSeek-V3"))
+    assert (flops.window, flops.windowed, flops.per_pair) == (2048, 1.0, dense.per_pair)
+    assert flops.indexer_per_pair == 2 * 61 * 64 * 129
+    assert (
+        flops.per_token - dense.per_token == flops.indexer_per_token == 2 * 61 * (64 * 128 * 1536 + (128 + 64) * 7168)
+    )
+    short, long = 2048, 2148
+    pairs = long * (long + 1) / 2
+    assert (
+        flops.of([short])[0]
+        == dense.of([short])[0] + flops.indexer_per_token * short + flops.indexer_per_pair * short * (short + 1) / 2
+    )
+    indexers = flops.indexer_per_token * long + flops.indexer_per_pair * pairs
+    assert flops.of([long])[0] == dense.of([long])[0] - dense.per_pair * 100 * 101 / 2 + indexers
+    assert flops.of_update([long])[0] == 3 * flops.of([long])[0] - 2 * indexers
 
 
 def test_flops_of_published_models() -> None:

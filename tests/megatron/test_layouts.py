@@ -13,12 +13,12 @@ from tests.support.megatron_layouts import (
     OPTIONS,
     PARITY,
     RESHARD_FOUR,
-    RESHARD_GPT_OSS_ONE,
-    RESHARD_GPT_OSS_TWO,
     RESHARD_MORE_FOUR,
     RESHARD_MORE_ONE,
     RESHARD_MORE_TWO,
     RESHARD_ONE,
+    RESHARD_OTHER_ONE,
+    RESHARD_OTHER_TWO,
     RESHARD_TWO,
     RESUME,
     SWAP,
@@ -51,10 +51,12 @@ def test_checkpoints_move_between_more_layouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_of_sinks_and_biases_move_between_layouts(tmp_path: Path) -> None:
-    write_model("gpt_oss", tmp_path / "models")
-    for processes, some in ((2, RESHARD_GPT_OSS_TWO), (1, RESHARD_GPT_OSS_ONE)):
-        launch(processes, some, tmp_path)
+@pytest.mark.parametrize("model", ["gpt_oss", "gemma3_text", "deepseek_v32"])
+def test_checkpoints_of_other_layers_move_between_layouts(model: str, tmp_path: Path) -> None:
+    """Sinks and biases of experts; norms after sublayers; indexers, which are not trained."""
+    write_model(model, tmp_path / "models")
+    for processes, some in ((2, RESHARD_OTHER_TWO), (1, RESHARD_OTHER_ONE)):
+        launch(processes, [{**case, "model": model} for case in some], tmp_path)
 
 
 @pytest.fixture(scope="module")

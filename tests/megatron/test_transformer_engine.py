@@ -26,6 +26,9 @@ CASES = [
     case("qwen3", "TP2", slow=True),
     case("qwen3_moe", "TP2xEP2", slow=True),
     case("deepseek_v3", "TP1", slow=True),
+    case("gemma3_text", "TP1", slow=True),
+    case("gemma3_text", "TP2", slow=True),
+    case("deepseek_v32", "TP1", slow=True),
     case("gpt_oss", "TP1", packing=False, slow=True),
     case("gpt_oss", "TP2", packing=False, slow=True),
 ]

@@ -196,10 +196,10 @@ def test_attention_sinks_are_refused() -> None:
             check_extra(recipe({}), model, section)
 
 
-def test_deepstack_is_refused() -> None:
-    model = published.read("Qwen3-VL-8B-Instruct")
+def test_sparse_attention_is_refused() -> None:
+    model = published.read("DeepSeek-V3.2")
     check_extra(recipe({}, "cuda"), model, "megatron")
-    with pytest.raises(RecipeError, match=r"model\.path = [\s\S]*DeepStack[\s\S]*cluster\.device: cuda"):
+    with pytest.raises(RecipeError, match=r"model\.path = [\s\S]*sparse attention[\s\S]*cluster\.device: cuda"):
         check_extra(recipe({}), model, "megatron")
 
 

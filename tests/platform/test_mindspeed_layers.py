@@ -17,20 +17,20 @@ from tests.support.megatron_models import LENGTHS, write_model
 from tests.support.megatron_runs import cases, check_weights, checkpoint_tensors, log_probs_of, selected
 from tests.support.mindspeed_checkout import WITH_SOURCES, source_of
 from tests.support.trainer_processes import run_cases
-from tests.support.vl_model import write_vl_model
+from tests.support.vl_model import VL_MODELS, write_vl_model
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(1800), WITH_SOURCES]
 
 NATIVE, MINDSPEED = "tests.support.megatron_worker", "tests.support.mindspeed_ranks"
 MATRIX = """
-layout    qwen3  qwen3_moe  deepseek_v3  vl
-TP1       slow   slow       quick        quick
-TP2       quick  slow       slow         slow
-PP2       slow   slow       slow         slow
-EP2       -      quick      slow         -
-ETP2      -      slow       slow         -
-TP2xEP2   -      slow       slow         -
-CP2       slow   slow       slow         -
+layout    qwen3  qwen3_moe  deepseek_v3  vl     qwen3_vl  qwen3_vl_moe
+TP1       slow   slow       quick        quick  quick     slow
+TP2       quick  slow       slow         slow   slow      slow
+PP2       slow   slow       slow         slow   slow      slow
+EP2       -      quick      slow         -      -         slow
+ETP2      -      slow       slow         -      -         -
+TP2xEP2   -      slow       slow         -      -         slow
+CP2       slow   slow       slow         -      -         -
 """
 """Dense models have no experts to spread: no EP2, no ETP2. Context parallel with images is refused (platform/mindspeed/contradictions.py)."""
 
@@ -54,8 +54,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     directory = tmp_path_factory.mktemp("mindspeed")
     chosen = selected(request, CASES)
     for model in sorted({item["model"] for item in chosen}):
-        if model == "vl":
-            write_vl_model(directory / "models" / model)
+        if model in VL_MODELS:
+            write_vl_model(directory / "models" / model, model)
         else:
             write_model(model, directory / "models")
     native = [case(model, "TP1") for model in sorted({item["model"] for item in chosen})]

@@ -38,7 +38,9 @@ DEVICE_BYTES = 64e9  # of each device that a head names; a fifth is left to the 
 # Billions of parameters as published: a wrong field of a config.json shows here.
 PUBLISHED = {
     "DeepSeek-V3": 671,
+    "DeepSeek-V3.2": 671.9,  # DeepSeek-V3's and 61 indexers
     "GLM-4.5": 355,
+    "GLM-5": 744,
     "GLM-4.5-Air": 106,
     "GLM-4.7": 355,
     "GLM-4.7-Flash": 30,
@@ -71,6 +73,8 @@ PUBLISHED = {
     "Qwen3-30B-A3B": 30.5,
     "Qwen3-32B": 32.8,
     "Qwen3-235B-A22B": 235,
+    "gemma-3-1b-it": 1.0,
+    "gemma-3-27b-it": 27.0,  # the text part
     "gpt-oss-20b": 20.9,
     "gpt-oss-120b": 116.8,
 }

@@ -76,18 +76,20 @@ TP2xCP2xEP4       -      -      -           -      slow       -              slo
 """
 
 TABLES = """
-layout       llama3  mistral  qwen3_linear  qwen3_yarn  qwen2_moe  mixtral  minimax_m2  olmoe  glm4_moe_lite  kimi_k2  qwen3_next  glm4_moe_plain  qwen3_5_text  qwen3_5  qwen3_5_moe  gpt_oss
-TP1          ci      ci       ci            ci          ci         ci       ci          ci     ci             ci       ci          ci              ci            ci       ci           ci
-DP2          slow    slow     -             slow        slow       slow     slow        slow   slow           slow     slow        -               -             slow     slow         slow
-TP2          slow    slow     -             slow        ci         slow     ci          slow   slow           slow     ci          -               ci            slow     ci           ci
-PP2          slow    slow     -             slow        slow       slow     slow        slow   slow           slow     ci          -               slow          ci       slow         slow
-PP2xVPP2     -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             slow     slow         slow
-CP2          ci      -        -             ci          slow       slow     slow        slow   slow           slow     ci          -               slow          slow     slow         ci
-EP2          -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        ci           ci
-ETP2         -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        -            -
-TP2xETP2     -       -        -             -           slow       slow     slow        slow   slow           -        slow        -               -             -        -            -
-TP2xPP2xEP2  -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        slow         slow
-TP2xCP2xEP2  -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        slow         slow
+layout       llama3  mistral  qwen3_linear  qwen3_yarn  qwen2_moe  mixtral  minimax_m2  olmoe  glm4_moe_lite  kimi_k2  qwen3_next  glm4_moe_plain  qwen3_5_text  qwen3_5  qwen3_5_moe  gpt_oss  gemma3_text  gemma3  deepseek_v32  glm_moe_dsa
+TP1          ci      ci       ci            ci          ci         ci       ci          ci     ci             ci       ci          ci              ci            ci       ci           ci       ci           ci      ci            ci
+DP2          slow    slow     -             slow        slow       slow     slow        slow   slow           slow     slow        -               -             slow     slow         slow     slow         -       slow          -
+TP2          slow    slow     -             slow        ci         slow     ci          slow   slow           slow     ci          -               ci            slow     ci           ci       ci           slow    slow          ci
+PP2          slow    slow     -             slow        slow       slow     slow        slow   slow           slow     ci          -               slow          ci       slow         slow     ci           slow    slow          slow
+PP2xVPP2     -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             slow     slow         slow     slow         -       slow          -
+CP2          ci      -        -             ci          slow       slow     slow        slow   slow           slow     ci          -               slow          slow     slow         ci       ci           slow    ci            slow
+EP2          -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        ci           ci       -            -       slow          slow
+ETP2         -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        -            -        -            -       slow          -
+TP2xETP2     -       -        -             -           slow       slow     slow        slow   slow           -        slow        -               -             -        -            -        -            -       slow          -
+TP2xPP2      -       -        -             -           -          -        -           -      -              -        -           -               -             -        -            -        slow         -       -             -
+TP2xCP2      -       -        -             -           -          -        -           -      -              -        -           -               -             -        -            -        slow         -       -             -
+TP2xPP2xEP2  -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        slow         slow     -            -       slow          slow
+TP2xCP2xEP2  -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        slow         slow     -            -       slow          slow
 """
 """Models that differ from the models of `MATRIX` by their tables, and in few computations."""
 
@@ -227,14 +229,10 @@ RESHARD_MORE_FOUR = [
 ]
 
 
-def _of_gpt_oss(case: dict[str, Any]) -> dict[str, Any]:
-    return {**case, "model": "gpt_oss"}
-
-
-# Sinks, and biases of experts.
-RESHARD_GPT_OSS_TWO = [
-    _of_gpt_oss(RESUME[0]),
-    _of_gpt_oss(reshard("tp", "resume", tensor_parallel=2)),
-    _of_gpt_oss(reshard("pp", "tp", pipeline_parallel=2, distributed_optimizer=False)),
+RESHARD_OTHER_TWO = [
+    {"name": "resume", "kind": "resume", "megatron": {}},
+    reshard("tp", "resume", tensor_parallel=2),
+    reshard("pp", "tp", pipeline_parallel=2, distributed_optimizer=False),
 ]
-RESHARD_GPT_OSS_ONE = [_of_gpt_oss(reshard("one", "pp"))]
+RESHARD_OTHER_ONE = [reshard("one", "pp")]
+"""Of models with layers that the others do not have."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.support import gpt_oss_model
+from tests.support import delta_net_models, gemma3_model, gpt_oss_model, sparse_attention_models
 from tests.support.megatron_prediction import add_mtp_layer
 
 LENGTHS = [7, 13, 41, 5, 3, 15, 9, 3]
@@ -207,10 +209,6 @@ def _olmoe() -> transformers.PreTrainedModel:
     return transformers.OlmoeForCausalLM(config)
 
 
-def _gpt_oss() -> transformers.PreTrainedModel:
-    return gpt_oss_model.build(COMMON)
-
-
 def _glm4_moe_lite() -> transformers.PreTrainedModel:
     """GLM-4.7-Flash: DeepSeek-V3's attention with low-rank queries, one group."""
     config = {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
@@ -236,58 +234,7 @@ def _kimi_k2() -> transformers.PreTrainedModel:
     return transformers.DeepseekV3ForCausalLM(config)
 
 
-DELTA = {
-    "head_dim": 32,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
-}
-TOWER = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-    "patch_size": 4,
-    "num_position_embeddings": 16,
-}
-
-
-def _qwen3_next() -> transformers.PreTrainedModel:
-    """Qwen3-Next: two layers of gated delta nets, with two value heads for each key head, and two of gated attention."""
-    config = transformers.Qwen3NextConfig(
-        **COMMON,
-        **EXPERTS,
-        **DELTA,
-        num_experts=4,
-        shared_expert_intermediate_size=64,
-    )
-    return transformers.Qwen3NextForCausalLM(config)
-
-
-def _qwen3_5_text() -> transformers.PreTrainedModel:
-    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**COMMON, **DELTA))
-
-
-def _qwen3_5() -> transformers.PreTrainedModel:
-    """Qwen3.5 as it is published: with a vision tower, and tied embeddings as its small models have."""
-    text = {**COMMON, **DELTA, "tie_word_embeddings": True}
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=TOWER, tie_word_embeddings=True)
-    return transformers.Qwen3_5ForConditionalGeneration(config)
-
-
-def _qwen3_5_moe() -> transformers.PreTrainedModel:
-    """Qwen3.5 with experts. `write_model` stacks them, as in the published checkpoints."""
-    text = {**COMMON, **DELTA, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64}
-    del text["intermediate_size"], text["norm_topk_prob"]
-    return transformers.Qwen3_5MoeForConditionalGeneration(
-        transformers.Qwen3_5MoeConfig(text_config=text, vision_config=TOWER)
-    )
-
-
-MODELS = {
+MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen2_tied": _qwen2_tied,
@@ -306,13 +253,17 @@ MODELS = {
     "mixtral": _mixtral,
     "minimax_m2": _minimax_m2,
     "olmoe": _olmoe,
-    "gpt_oss": _gpt_oss,
+    "gpt_oss": partial(gpt_oss_model.build, COMMON),
     "glm4_moe_lite": _glm4_moe_lite,
     "kimi_k2": _kimi_k2,
-    "qwen3_next": _qwen3_next,
-    "qwen3_5_text": _qwen3_5_text,
-    "qwen3_5": _qwen3_5,
-    "qwen3_5_moe": _qwen3_5_moe,
+    "qwen3_next": partial(delta_net_models.qwen3_next, COMMON, EXPERTS),
+    "qwen3_5_text": partial(delta_net_models.qwen3_5_text, COMMON),
+    "qwen3_5": partial(delta_net_models.qwen3_5, COMMON),
+    "qwen3_5_moe": partial(delta_net_models.qwen3_5_moe, COMMON, EXPERTS),
+    "deepseek_v32": partial(sparse_attention_models.deepseek_v32, LATENT),
+    "glm_moe_dsa": partial(sparse_attention_models.glm_moe_dsa, LATENT),
+    "gemma3_text": partial(gemma3_model.text, COMMON),
+    "gemma3": partial(gemma3_model.with_tower, COMMON),
 }
 
 

@@ -33,9 +33,10 @@ DECAY, SAME_DECAY = ("A_log", "dt_bias", "in_proj_a.weight"), 1e-3
 gradient of the recurrence itself in float64, since they subtract cumulative sums."""
 SAME_CHANGE = 1e-5
 LAST_BITS = 2 * torch.finfo(torch.float32).eps  # two steps, each of which rounds
-CARRIED = "model.visual."  # a tower that is not trained
-UNTRAINED = ("e_score_correction_bias", "score.bias")
-"""Weights without gradient: experts' routing biases, and the untrained weights of a critic's export."""
+CARRIED = ("model.visual.", "vision_tower.", "multi_modal_projector.")  # towers that are not trained
+_INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+UNTRAINED = ("e_score_correction_bias", "score.bias", *(f"indexer.{name}" for name in _INDEXER))
+"""Weights without gradient: experts' routing biases, untrained weights of a critic's export, indexers of sparse attention."""
 
 
 def cases(*lists: list[dict[str, Any]]) -> pytest.MarkDecorator:

@@ -14,7 +14,7 @@ from megarl.commands.data.tiny_tokenizer import EOS_ID, PAD_ID, VOCAB_LIMIT, mak
 from megarl.commands.data.tiny_weights import Config, write_weights
 
 Kind = Literal[
-    "qwen3_moe", "qwen3", "qwen2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "kimi_k2", "llama", "minimax_m2",
+    "qwen3_moe", "qwen3", "qwen2", "deepseek_v3", "gemma3_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "kimi_k2", "llama", "minimax_m2",
     "mistral", "mixtral", "olmoe", "qwen2_moe", "qwen3_next",
 ]  # fmt: skip
 
@@ -99,6 +99,22 @@ KINDS: dict[str, Config] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 0,
+    },
+    "gemma3_text": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "tie_word_embeddings": True,
     },
     "gpt_oss": {
         "architectures": ["GptOssForCausalLM"],

@@ -157,6 +157,10 @@ class KnownValues(TorchDispatchMode):
         has_values = any(hasattr(tensor, "_on_host") for tensor in tensors) and all(
             tensor.device != META or hasattr(tensor, "_on_host") for tensor in tensors
         )
+        if has_values and function.namespace == "c10d":
+            for tensor in tensors:  # other ranks' values are not known
+                vars(tensor).pop("_on_host", None)
+            has_values = False
         if not has_values:
             return function(*args, **kwargs)
         on_host = function(*tree_map(_host, args), **tree_map(_host, kwargs))

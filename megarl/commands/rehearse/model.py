@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.commands.data.tiny_tokenizer import EOS_ID, FIRST_IMAGE_ID, IMAGE_TOKENS, PAD_ID, VOCAB_LIMIT
 from megarl.commands.rehearse.changes import Changes
-from megarl.hf.config import number_of_experts, text_fields, with_experts, with_layers
+from megarl.hf.config import layer_kinds, number_of_experts, text_fields, with_experts, with_layers
 from megarl.hf.families import family_of, has_tower
 
 Config = dict[str, Any]
@@ -27,14 +27,15 @@ _ROTARY = ("rope_scaling", "rope_parameters")  # names before transformers 5, an
 _STRUCTURE = (
     "model_type", "architectures", "num_nextn_predict_layers", "n_shared_experts", "kv_lora_rank", "qk_rope_head_dim",
     "tie_word_embeddings", *_ROTARY, "rope_theta", "attention_bias", "use_qk_norm", "partial_rotary_factor", "scoring_func", "topk_method", "norm_topk_prob",
-    "routed_scaling_factor", "decoder_sparse_step", "mlp_only_layers", "rope_interleave", "max_position_embeddings", "rms_norm_eps", "swiglu_limit",
+    "routed_scaling_factor", "decoder_sparse_step", "mlp_only_layers", "rope_interleave", "index_head_dim", "max_position_embeddings", "rms_norm_eps", "swiglu_limit",
 )  # fmt: skip
 
 
 def shrink_model(hf_config: Config, layers: int, changes: Changes) -> Config:
     """Return a small version of a config.json with at least `layers` layers. Record the changes in `changes`.
 
-    Its text section is merged into the top level, except where transformers reads the text model from the section only.
+    Its text section is merged into the top level, except where transformers reads the text model from the section only. A tower
+    that is not trained is left out where the language model has a class of its own (`Family.alone`).
     """
     config = text_fields(hf_config)
     config.pop("text_config", None)
@@ -43,6 +44,10 @@ def shrink_model(hf_config: Config, layers: int, changes: Changes) -> Config:
     small |= {"intermediate_size": WIDTH, "dtype" if "dtype" in config else "torch_dtype": "float32"}
     if has_tower(config):
         small |= _vision(config, small)
+    if alone := family_of(hf_config).alone:
+        small |= {"model_type": alone[0], "architectures": [alone[1]]}
+        del small["vision_config"]
+        changes.note("reduced", "config.json: vision_config", "a tower", "none", "it is not trained")
     _note(config, small, changes)
     return _in_sections(small, hf_config["text_config"]) if family_of(hf_config).deepstack else small
 
@@ -61,7 +66,8 @@ def _attention(config: Config) -> Config:
         rank = {"q_lora_rank": RANK} if config.get("q_lora_rank") else {}
         small = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": HIDDEN}
         total = {"qk_head_dim": HEAD + config["qk_rope_head_dim"]} if "qk_head_dim" in config else {}
-        return {**small, **rank, **total, "qk_nope_head_dim": HEAD, "v_head_dim": HEAD}
+        indexer = {"index_n_heads": 2, "index_topk": WINDOW} if config.get("index_topk") else {}
+        return {**small, **rank, **total, **indexer, "qk_nope_head_dim": HEAD, "v_head_dim": HEAD}
     groups = config.get("num_key_value_heads") or heads
     small_groups = min(groups, 2)
     small = {"num_attention_heads": small_groups * (heads // groups), "num_key_value_heads": small_groups}
@@ -69,7 +75,7 @@ def _attention(config: Config) -> Config:
         per_key = config["linear_num_value_heads"] // config["linear_num_key_heads"]
         small |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * per_key}
         small |= {"linear_key_head_dim": HEAD, "linear_value_head_dim": HEAD}
-    if "sliding_attention" in (config.get("layer_types") or ()):
+    if "sliding_attention" in layer_kinds(config):
         small["sliding_window"] = min(config["sliding_window"], WINDOW)
     if config.get("rotary_dim"):
         small["rotary_dim"] = HEAD * config["rotary_dim"] // config["head_dim"]

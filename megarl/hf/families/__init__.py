@@ -11,21 +11,27 @@ from typing import Any
 from megarl.hf.config import text_fields
 from megarl.hf.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from megarl.hf.families.family import Family
+from megarl.hf.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from megarl.hf.families.glm4_moe import GLM4_MOE, GLM4_MOE_LITE
 from megarl.hf.families.gpt_oss import GPT_OSS
 from megarl.hf.families.llama import LLAMA
 from megarl.hf.families.mixtral import MINIMAX_M2, MIXTRAL
 from megarl.hf.families.olmoe import OLMOE
-from megarl.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from megarl.hf.families.qwen2_5_vl import QWEN2_5_VL
-from megarl.hf.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT
-from megarl.hf.families.qwen3_next import QWEN3_NEXT
-from megarl.hf.families.qwen3_vl import DEEPSTACK, QWEN3_VL, QWEN3_VL_MOE
+from megarl.hf.families.qwen.qwen2_5_vl import QWEN2_5_VL
+from megarl.hf.families.qwen.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT
+from megarl.hf.families.qwen.qwen3_next import QWEN3_NEXT
+from megarl.hf.families.qwen.qwen3_vl import DEEPSTACK, QWEN3_VL, QWEN3_VL_MOE
+from megarl.hf.families.qwen.text import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from megarl.hf.families.sparse_attention import DEEPSEEK_V32, GLM_MOE_DSA
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v32": DEEPSEEK_V32,
+    "gemma3": GEMMA3,
+    "gemma3_text": GEMMA3_TEXT,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
+    "glm_moe_dsa": GLM_MOE_DSA,
     "gpt_oss": GPT_OSS,
     "kimi_k2": KIMI_K2,
     "llama": LLAMA,
@@ -72,6 +78,18 @@ def has_sinks(hf_config: dict[str, Any]) -> bool:
     """Return whether the model's heads have attention sinks."""
     family = FAMILIES.get(hf_config.get("model_type", ""))
     return family is not None and family.sinks
+
+
+def has_indexer(hf_config: dict[str, Any]) -> bool:
+    """Return whether the model has sparse attention: an indexer selects the keys that a query sees."""
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    return family is not None and bool(family.indexer)
+
+
+def has_windows(hf_config: dict[str, Any]) -> bool:
+    """Return whether some of the model's layers have a sliding window."""
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    return family is not None and family.windows
 
 
 def family_of(hf_config: dict[str, Any]) -> Family:

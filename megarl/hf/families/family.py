@@ -53,12 +53,21 @@ class Family:
     ties: bool = True  # the output layer may share the embedding's weights
     biased: bool = False  # attention_bias in config.json is supported, or part of the architecture
     latent: bool = False  # multi-head latent attention
+    indexer: str = ""  # sparse attention: "halves" or "interleaved", the rotated elements of its indexer's heads
     sinks: bool = False  # each head has a learned logit that only the softmax's denominator has
     windows: bool = False  # sliding windows in some layers are part of the architecture
     whole_experts: bool = False  # vLLM loads experts without its weight loaders: engine ranks collect whole tensors
+    post_norms: bool = False  # norms of the outputs of attention and of the MLP, before they are added
+    scaled_embeddings: bool = False  # embeddings are multiplied by the square root of the hidden size
+    rotary_kinds: bool = (
+        False  # layers with a sliding window have other rotary frequencies than those with full attention
+    )
     wide_norms: bool = False  # norms of queries and keys over all heads together, not of each head
     carried: tuple[str, ...] = ("mtp.",)
     """Prefixes of tensors that are not trained and are exported unchanged; so are layers beyond the last."""
+
+    alone: tuple[str, str] | None = None
+    """`model_type` and class of the language model without a tower that is not trained: tiny copies are of this model."""
 
     tower: bool = False  # has a vision tower, which is trained
     deepstack: bool = False  # the tower also feeds the first layers of the text model

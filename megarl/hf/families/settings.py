@@ -9,9 +9,25 @@ from megarl.hf.families.slices import Config
 
 
 def rotary_scaling(config: Config) -> dict[str, Any]:
-    """Return the rotary scaling in config.json: `rope_parameters` since transformers 5, `rope_scaling` before."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """Return the rotary scaling in config.json: `rope_parameters` since transformers 5, `rope_scaling` before.
+
+    Of layers with full attention, if layers with sliding windows have other frequencies (Gemma 3).
+    """
+    scaling: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = scaling.get("full_attention", scaling)
     return {**scaling, "rope_type": scaling.get("rope_type") or scaling.get("type") or "default"}
+
+
+def rotary_of_kind(config: Config, kind: str) -> dict[str, Any]:
+    """Return the rotary scaling of layers of a kind of attention, with its base, of a model that has it by kind (Gemma 3).
+
+    Transformers 5 writes it by kind; configurations from before have `rope_local_base_freq`, without scaling.
+    """
+    if kind != "sliding_attention":
+        return {"rope_theta": rotary_base(config), **rotary_scaling(config)}
+    local = (config.get("rope_parameters") or {}).get(kind)
+    local = local or {"rope_theta": config.get("rope_local_base_freq", 10000.0)}
+    return {**local, "rope_type": local.get("rope_type") or "default"}
 
 
 def rotary_base(config: Config) -> float:

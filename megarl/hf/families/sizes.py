@@ -58,7 +58,7 @@ def _mixer(family: Family, config: Config, layer: int) -> dict[str, Shape]:
     if family.delta_nets and layer_kinds(config)[layer] == "linear_attention":
         shapes = _delta_net(config)
     elif family.latent:
-        shapes = _latent_attention(config)
+        shapes = {**_latent_attention(config), **(_indexer(config) if family.indexer else {})}
     else:
         shapes = _attention(family, config)
     return {
@@ -82,6 +82,8 @@ def _attention(family: Family, config: Config) -> dict[str, Shape]:
     if settings.get("qk_layernorm") or family.wide_norms:
         shapes["q_layernorm.weight"] = (heads * size if family.wide_norms else size,)
         shapes["k_layernorm.weight"] = (groups * size if family.wide_norms else size,)
+    if family.post_norms:
+        shapes["linear_proj.post_norm_weight"] = (hidden,)
     return {**shapes, "linear_proj.weight": (hidden, heads * size)}
 
 
@@ -105,6 +107,17 @@ def _latent_attention(config: Config) -> dict[str, Shape]:
     }
 
 
+def _indexer(config: Config) -> dict[str, Shape]:
+    heads, size, hidden = config["index_n_heads"], config["index_head_dim"], config["hidden_size"]
+    return {
+        "indexer.wq_b": (heads * size, config["q_lora_rank"]),
+        "indexer.wk": (size, hidden),
+        "indexer.k_norm_weight": (size,),
+        "indexer.k_norm_bias": (size,),
+        "indexer.weights_proj": (heads, hidden),
+    }
+
+
 def _delta_net(config: Config) -> dict[str, Shape]:
     hidden, sizes, kernel = config["hidden_size"], delta_sizes(config), config["linear_conv_kernel_dim"]
     values = sizes.heads * sizes.per_key
@@ -122,9 +135,9 @@ def _delta_net(config: Config) -> dict[str, Shape]:
 def _mlp(family: Family, config: Config, layer: int) -> dict[str, Shape]:
     hidden = config["hidden_size"]
     if not family.sparse(config, layer):
-        return _gated(
-            "mlp.linear_fc{}.weight", hidden, config["intermediate_size"], norm="mlp.linear_fc1.layer_norm_weight"
-        )
+        after = {"mlp.linear_fc2.post_norm_weight": (hidden,)} if family.post_norms else {}
+        norm = "mlp.linear_fc1.layer_norm_weight"
+        return _gated("mlp.linear_fc{}.weight", hidden, config["intermediate_size"], norm=norm) | after
     settings: dict[str, Any] = family.settings(config)
     experts = number_of_experts(config)
     shapes = {"pre_mlp_layernorm.weight": (hidden,), "mlp.router.weight": (experts, hidden)}

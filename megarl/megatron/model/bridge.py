@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from mbridge.core import LLMBridge
 from mbridge.core.util import unwrap_model
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -24,10 +26,15 @@ from megarl.hf.families.settings import rotary_base, rotary_scaling, rotated_par
 from megarl.hf.families.sizes import head_size
 from megarl.hf.families.slices import ParameterShard, Stored, as_matrix, copy
 from megarl.hf.families.stacks import in_parameter_order, in_stored_order
-from megarl.megatron.model import gated_delta_net, wide_norms
+from megarl.megatron.model import gated_delta_net, post_norms, rotary_kinds, sparse_attention, wide_norms
 from megarl.megatron.model.tensor_reader import TensorReader
 
 _EXPERTS = ".mlp.experts.linear_fc"
+_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "quick_gelu": quick_gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""By the word in a family's settings."""
 
 PartialTensors = dict[str, tuple[torch.Tensor, int]]
 """Partial expert stacks by name, and their number of missing elements."""
@@ -202,8 +209,8 @@ class FamilyBridge(TableWeights, LLMBridge):
         settings = self.family.settings(self.fields)
         if "num_moe_experts" in settings:
             settings["moe_layer_freq"] = sparse_layers(self.family, self.fields)
-        if settings.get("activation_func") == "quick_gelu":
-            settings["activation_func"] = quick_gelu
+        if (name := settings.get("activation_func")) is not None:
+            settings["activation_func"] = _ACTIVATIONS[name]
         if (factor := self._rotary()[1]) != 1.0:
             settings["softmax_scale"] = factor**2 * head_size(self.fields) ** -0.5
         section = "text_config" if hasattr(self.hf_config, "text_config") else None
@@ -227,13 +234,19 @@ class FamilyBridge(TableWeights, LLMBridge):
         spec = super()._get_transformer_layer_spec(vp_stage)
         if self.family.wide_norms:
             wide_norms.install(spec.layer_specs)
+        if self.family.rotary_kinds:
+            rotary_kinds.install(spec.layer_specs)
+        if self.family.post_norms:
+            post_norms.install(spec.layer_specs, gpt_layer_specs.TESpecProvider())
+        if self.family.indexer:
+            sparse_attention.install(self.fields, spec.layer_specs, interleaved=self.family.indexer == "interleaved")
         if self.family.delta_nets:
             first = get_transformer_layer_offset(self.config, vp_stage)
             gated_delta_net.install(self.fields, spec.layer_specs, first, gpt_layer_specs.TESpecProvider())
         return spec
 
     def _model_provider(self, post_model_creation_callbacks: list[Callable[..., None]]) -> Any:
-        callbacks = [self._scale_rotary, *post_model_creation_callbacks]
+        callbacks = [self._scale_rotary, self._scale_embeddings, *post_model_creation_callbacks]
         return super()._model_provider(callbacks)
 
     def _scale_rotary(self, model: Any, **_: Any) -> None:
@@ -242,6 +255,12 @@ class FamilyBridge(TableWeights, LLMBridge):
         if frequencies is not None:
             rotary = model.rotary_pos_emb
             rotary.inv_freq = frequencies.to(rotary.inv_freq)
+
+    def _scale_embeddings(self, model: Any, **_: Any) -> None:
+        """Multiply embeddings by the square root of the hidden size, rounded to the model's dtype, if the family does."""
+        if self.family.scaled_embeddings and model.pre_process:
+            scale = torch.tensor(self.fields["hidden_size"] ** 0.5, dtype=self.dtype, device="cpu").item()
+            model.embedding.register_forward_hook(lambda _module, _inputs, output: output * scale)
 
     def _rotary(self) -> tuple[torch.Tensor | None, float]:
         """Return scaled rotary frequencies [rotated size / 2], and the factor by which scaling stretches cosines and sines.
@@ -252,6 +271,9 @@ class FamilyBridge(TableWeights, LLMBridge):
         its square instead, which is the same where the whole head is rotated.
         """
         kind = rotary_scaling(self.fields)["rope_type"]
+        if self.family.rotary_kinds:
+            with torch.device("cpu"):
+                return rotary_kinds.frequencies(self.fields), 1.0
         if kind == "default" or self.family.latent:
             return None, 1.0
         with torch.device("cpu"):  # the planner's tensors hold no values
@@ -288,13 +310,14 @@ def _expert_number(parameter: str) -> int:
 
 
 def checkpoint_parameters(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of an unwrapped chunk that a checkpoint stores: parameters, and routing biases (buffers)."""
+    """Yield the tensors of an unwrapped chunk that a checkpoint stores: parameters, and buffers (routing biases, indexers)."""
     names = set()
     for name, weight in chunk.named_parameters():
         names.add(name)
         yield name, weight
     for name, value in chunk.state_dict().items():
-        if "expert_bias" in name and "_extra_state" not in name and name not in names:
+        stored = "expert_bias" in name or ".indexer." in name
+        if stored and "_extra_state" not in name and name not in names:
             yield name, value
 
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from megarl.hf.config import number_of_experts, text_fields
-from megarl.hf.families import family_of, has_sinks, has_tower
+from megarl.hf.families import family_of, has_sinks, has_tower, has_windows
 from megarl.hf.families.check import check_model
 from megarl.hf.families.read import config_of_unknown_type
-from megarl.megatron.extra_settings import adaptor_settings, check_names, check_sinks, recompute_settings
+from megarl.megatron.extra_settings import adaptor_settings, check_names, check_sinks, check_windows, recompute_settings
 from megarl.megatron.images import ImageLayout
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
 from megarl.megatron.lora.targets import check_lora
@@ -78,8 +78,8 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     upstream_fixes.fix_megatron()
     if platform.uses_native_layers:
         _install_native_layers(recipe.model.dtype, platform, hf_config)
-    elif has_sinks(hf_config.to_dict()):
-        check_sinks(recipe)
+    else:
+        _check_engine_attention(recipe, hf_config.to_dict())
     if value_head:
         hf_config.tie_word_embeddings = False  # a critic has no output layer to tie
     bridge = _bridge(recipe, hf_config, platform)
@@ -112,6 +112,14 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
         if lora and recipe.lora.path and not weights_only:
             load_adapter(lora, Path(recipe.lora.path))
     return Model(bridge, chunks, bridge.config, dtype, bridge.fields["vocab_size"], _image_layout(hf_config), lora)
+
+
+def _check_engine_attention(recipe: Recipe, hf_config: dict[str, Any]) -> None:
+    """Refuse sinks and windows that Transformer Engine, or what replaces it, does not have."""
+    if has_sinks(hf_config):
+        check_sinks(recipe)
+    elif has_windows(hf_config):
+        check_windows(recipe.megatron)
 
 
 def _install_native_layers(dtype: str, platform: Platform, hf_config: Any) -> None:

@@ -114,6 +114,17 @@ def zero_centered_norm_problem() -> tuple[str, str]:
     )
 
 
+def sparse_attention_problem() -> tuple[str, str]:
+    """Problem and remedy of sparse attention (DeepSeek-V3.2, GLM-5) under MindSpeed.
+
+    megarl's layer was not compared with its replacement of Megatron's latent attention.
+    """
+    return (
+        f"the model has sparse attention, and megarl's layer has not been compared with {label()}'s latent attention",
+        "train with cluster.device: cuda",
+    )
+
+
 def sinks_problem() -> tuple[str, str]:
     """Problem and remedy of attention sinks and sliding windows (gpt-oss) under MindSpeed.
 
@@ -122,18 +133,6 @@ def sinks_problem() -> tuple[str, str]:
     """
     return (
         f"the model has attention sinks and sliding windows, and {label()}'s attention has neither",
-        "train with cluster.device: cuda",
-    )
-
-
-def deepstack_problem() -> tuple[str, str]:
-    """Problem and remedy of Qwen3-VL under MindSpeed.
-
-    Its tower has LayerNorm in front of its linears, and features reach text layers as `context`. Neither was compared with
-    MindSpeed's replacements of Megatron's layers.
-    """
-    return (
-        f"Qwen3-VL's vision tower and DeepStack have not been compared with {label()}'s layers",
         "train with cluster.device: cuda",
     )
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.cli import app
 from megarl.commands.plan import build
@@ -151,6 +153,19 @@ def test_host_values_are_followed_through_meta_tensors() -> None:
         unknown = torch.empty(2, dtype=torch.int64, device=meta)
         with pytest.raises((RuntimeError, NotImplementedError)):
             int((sizes + unknown).sum())
+
+
+def test_host_values_end_at_collectives() -> None:
+    """Experts with images: the router's losses sum a known number of tokens over ranks, whose numbers are not known."""
+    tokens = torch.empty((), device="meta")
+    tokens._on_host = torch.tensor(3.0)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with KnownValues():
+            dist.all_reduce(tokens)
+    finally:
+        dist.destroy_process_group()
+    assert not hasattr(tokens, "_on_host")
 
 
 def test_device_only_dispatchers_are_replaced_and_noted(monkeypatch: pytest.MonkeyPatch) -> None:

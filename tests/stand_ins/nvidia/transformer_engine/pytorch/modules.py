@@ -89,14 +89,14 @@ class LayerNormLinear(Linear):
     KIND = "LayerNormLinear"
 
     def _weights(self, arguments, shape, axis):
-        assert arguments["normalization"] == "RMSNorm" and not arguments["zero_centered_gamma"]
-        self.eps = arguments["eps"]
+        assert arguments["normalization"] == "RMSNorm"
+        self.eps, self.added = arguments["eps"], float(bool(arguments["zero_centered_gamma"]))
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(shape[1], dtype=arguments["params_dtype"]))
         self.layer_norm_weight.sequence_parallel = arguments["sequence_parallel"]
         super()._weights(arguments, shape, axis)
 
     def _input(self, x):
-        return F.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
+        return F.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight + self.added, self.eps)
 
 
 class GroupedLinear(Linear):
@@ -124,13 +124,12 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         arguments = bind("RMSNorm", "__init__", args, kwargs)
         size = arguments.get("normalized_shape") or arguments["hidden_size"]
-        assert not arguments["zero_centered_gamma"]
-        self.eps = arguments["eps"]
+        self.eps, self.added = arguments["eps"], float(bool(arguments["zero_centered_gamma"]))
         self.weight = torch.nn.Parameter(torch.ones(size, dtype=arguments["params_dtype"]))
         self.weight.sequence_parallel = arguments["sequence_parallel"]
 
     def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight + self.added, self.eps)
 
 
 class DotProductAttention(torch.nn.Module):
@@ -155,8 +154,12 @@ class DotProductAttention(torch.nn.Module):
         for start, end in pairwise(offsets):
             q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
             group = q.shape[1] != k.shape[1]
+            places = torch.arange(end - start)
+            distance = places[:, None] - places
+            before = self.window[0] if self.window else end - start
+            mask = (distance >= 0) & (distance <= before)
             attended = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=group
+                q, k, v, attn_mask=mask, scale=self.softmax_scale, enable_gqa=group
             )
             out.append(attended[0].transpose(0, 1).flatten(1))
         return torch.cat(out)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.hf.families.family import Family, Refusals
-from megarl.hf.families.qwen3_next import GATED_SHARED_EXPERT, gated_attention, gated_mixture
+from megarl.hf.families.qwen.qwen3_next import GATED_SHARED_EXPERT, gated_attention, gated_mixture
 from megarl.hf.families.rows import DELTA_NET, DENSE, GATED_ATTENTION, MODEL, in_layers, row, stacked_experts, under
 from megarl.hf.families.slices import Config, delta_by_part
 from megarl.hf.families.stacks import expert_stack

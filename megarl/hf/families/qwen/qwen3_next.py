@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.hf.families.family import Family, Refusals
-from megarl.hf.families.qwen import every_few
+from megarl.hf.families.qwen.text import every_few
 from megarl.hf.families.rows import DELTA_NET, DENSE, EXPERTS, GATED_ATTENTION, MODEL, in_layers, row, shared_experts
 from megarl.hf.families.settings import mixture
 from megarl.hf.families.slices import Config, copy, delta_by_head

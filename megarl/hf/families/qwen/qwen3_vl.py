@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.hf.families.family import Family, Refusals
-from megarl.hf.families.qwen import QWEN3, QWEN3_MOE, every_few
+from megarl.hf.families.qwen.text import QWEN3, QWEN3_MOE, every_few
 from megarl.hf.families.rows import (
     ATTENTION,
     DEEPSTACK_TOWER,

@@ -1,0 +1,1 @@
+"""Qwen: text models, delta nets, and models with a vision tower."""
