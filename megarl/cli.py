@@ -28,6 +28,7 @@ from megarl.commands.plan import cli_options
 from megarl.commands.report import report_command
 from megarl.commands.serve.cli_command import serve_command
 from megarl.commands.simulate import cli_options as simulate_options
+from megarl.commands.training import Debug, Overrides, RecipePath, train_command
 from megarl.commands.view.cli_command import view_command
 from megarl.errors import as_input_error
 from megarl.exit_status import guarded, leave
@@ -42,17 +43,12 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 app.add_typer(model_app, name="model")
 
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML file).")]
-Overrides = Annotated[
-    Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the recipe's.")
-]
 Model = Annotated[
     Optional[str],
     typer.Option(
         help="Published model, e.g. Qwen3-8B, or folder with a config.json. Default: model.path, else `# Shape:` in the recipe's header."
     ),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def _show_version(value: bool) -> None:
@@ -76,12 +72,7 @@ def root(version: Version = False) -> None:
     """Reinforcement learning of large language models on Megatron, from a recipe in one YAML file."""
 
 
-@app.command(name="train")
-def train_command(recipe: RecipePath, overrides: Overrides = None, debug: Debug = False) -> None:
-    """Train a model by the recipe; all output is in runs/<name>/."""
-    from megarl.commands.train_with_restarts import run_train_command
-
-    raise typer.Exit(run_train_command(recipe, overrides or [], debug=debug))
+app.command(name="train")(train_command)
 
 
 @app.command(name="eval")

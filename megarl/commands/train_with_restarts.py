@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from megarl.cluster.failures import exit_cause
 from megarl.cluster.orphan_reaper import marked, sweep
 from megarl.commands.child import STOPPED, run_child
 from megarl.observe.alerts import Alerts
+from megarl.observe.console.stdout import KEPT_FOR, kept_stdout
 from megarl.observe.restarts import AFTER, REPORT, End, reporting_end, restarts_by_command
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.load import load_recipe
@@ -35,9 +37,11 @@ def run_train_command(path: Path, overrides: Sequence[str], *, debug: bool) -> i
     with reporting_end():
         recipe = load_recipe(path, list(overrides))
         if not restarts_itself(recipe.train):
-            from megarl.train import train  # the command that restarts a run does not need it
+            keeps_stdout = recipe.observe.console in KEPT_FOR
+            with kept_stdout() if keeps_stdout else contextlib.nullcontext():
+                from megarl.train import train  # the command that restarts a run does not need it
 
-            train(recipe)
+                train(recipe)
             return 0
     return train_with_restarts(recipe, path, overrides, debug=debug)
 

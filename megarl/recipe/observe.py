@@ -40,9 +40,9 @@ class AlertsConfig:
 class ObserveConfig:
     """Output of a run: console, trackers, samples, report, alerts and profiler traces. metrics.jsonl is always written."""
 
-    console: Literal["auto", "live", "plain"] = key(
+    console: Literal["auto", "live", "plain", "quiet", "json"] = key(
         "auto",
-        "live: a live display. plain: log lines, for startup and for steps (docs/metrics.md). auto: live on a terminal, else plain.",
+        "live: a live display. plain: log lines, for startup and for steps. auto: live on a terminal, else plain. quiet: only warnings, errors and the end. json: one JSON object per event, for programs (docs/console.md).",
     )
     tensorboard: bool = key(True, "Write TensorBoard events.")
     trackers: list[str] = key([], "Any of wandb, swanlab, mlflow; each must be installed and logged in.")
