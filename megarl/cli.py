@@ -32,6 +32,7 @@ from megarl.commands.training import Debug, Overrides, RecipePath, train_command
 from megarl.commands.view.cli_command import view_command
 from megarl.errors import as_input_error
 from megarl.exit_status import guarded, leave
+from megarl.observe.stdout import kept_stdout
 from megarl.recipe.former_names import FormerNameWarning
 
 _PYTHON_FORMAT = warnings.formatwarning
@@ -78,10 +79,11 @@ app.command(name="train")(train_command)
 @app.command(name="eval")
 def evaluate(recipe: RecipePath, overrides: Overrides = None, debug: Debug = False) -> None:
     """Evaluate model.path on the recipe's data.eval_files: pass@k, maj@k and greedy accuracy as JSON."""
-    from megarl.commands.evaluate import evaluate_model
-    from megarl.preflight.load import load_recipe
+    with kept_stdout():
+        from megarl.commands.evaluate import evaluate_model
+        from megarl.preflight.load import load_recipe
 
-    evaluate_model(load_recipe(recipe, overrides or []))
+        evaluate_model(load_recipe(recipe, overrides or []))
 
 
 @app.command(name="export")

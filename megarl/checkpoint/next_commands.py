@@ -13,10 +13,10 @@ from megarl.checkpoint.folder import checkpoint_step, list_checkpoints, resume_h
 from megarl.checkpoint.journal import newest_step
 from megarl.errors import InputError, RecipeError, SpoiledWeights
 from megarl.observe.advice.advise import advice_lines
-from megarl.observe.console.stdout import output
 from megarl.observe.restarts import restarts_by_command
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sessions import time_lines
+from megarl.observe.stdout import output
 from megarl.recipe.schema import Recipe, TrainConfig
 
 _COMMAND = "python -m megarl"

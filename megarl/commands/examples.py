@@ -8,7 +8,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "train": (
         "megarl train recipes/quickstart.yaml name=first train.steps=20",
         "megarl train recipes/quickstart.yaml --quiet",
-        'megarl train recipes/quickstart.yaml --json | jq -c \'select(.event == "step") | .metrics["rollout/rewards/mean"]\'',
+        "megarl train recipes/quickstart.yaml --json > events.jsonl",
     ),
     "eval": ("megarl eval recipes/quickstart.yaml model.path=runs/first/hf",),
     "export": ("megarl export runs/first --out models/first",),

@@ -19,9 +19,9 @@ from megarl.cluster.failures import exit_cause
 from megarl.cluster.orphan_reaper import marked, sweep
 from megarl.commands.child import STOPPED, run_child
 from megarl.observe.alerts import Alerts
-from megarl.observe.console.stdout import KEPT_FOR, kept_stdout
 from megarl.observe.restarts import AFTER, REPORT, End, reporting_end, restarts_by_command
 from megarl.observe.run_dir import RunDirectory
+from megarl.observe.stdout import KEPT_FOR, kept_stdout
 from megarl.preflight.load import load_recipe
 from megarl.recipe import Recipe
 from megarl.recipe.schema import TrainConfig

@@ -10,7 +10,7 @@ from megarl.observe.console.figures import clock, short, short_seconds
 from megarl.observe.console.json_events import JsonConsole
 from megarl.observe.console.live import LiveConsole
 from megarl.observe.console.plain import PlainConsole, QuietConsole
-from megarl.observe.console.stdout import output
+from megarl.observe.stdout import output
 from megarl.recipe.schema import Recipe
 
 __all__ = ["Console", "clock", "make_console", "short", "short_seconds"]
