@@ -28,7 +28,7 @@ from megarl.commands.plan import cli_options
 from megarl.commands.report import report_command
 from megarl.commands.serve.cli_command import serve_command
 from megarl.commands.simulate import cli_options as simulate_options
-from megarl.commands.training import Debug, Overrides, RecipePath, train_command
+from megarl.commands.training import Debug, Overrides, RecipePath, quickstart_command, train_command
 from megarl.commands.view.cli_command import view_command
 from megarl.errors import as_input_error
 from megarl.exit_status import guarded, leave
@@ -73,6 +73,7 @@ def root(version: Version = False) -> None:
     """Reinforcement learning of large language models on Megatron, from a recipe in one YAML file."""
 
 
+app.command(name="quickstart")(quickstart_command)
 app.command(name="train")(train_command)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
+    "quickstart": ("megarl quickstart", "megarl quickstart train.seed=1"),
     "train": (
         "megarl train recipes/quickstart.yaml name=first train.steps=20",
         "megarl train recipes/quickstart.yaml --quiet",

@@ -33,6 +33,13 @@ def train_command(
     raise typer.Exit(run_train_command(recipe, settings, debug=debug))
 
 
+def quickstart_command(overrides: Overrides = None, debug: Debug = False) -> None:
+    """Train a tiny random Qwen3-MoE on word problems in the current folder: data, SFT, DAPO. Minutes on two CPU cores."""
+    from megarl.commands.quickstart import quickstart
+
+    quickstart(overrides or [])
+
+
 def console_settings(*, quiet: bool, as_json: bool) -> list[str]:
     """Return the settings for --quiet and --json."""
     if quiet and as_json:
