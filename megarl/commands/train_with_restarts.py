@@ -34,14 +34,15 @@ TRAIN = (sys.executable, "-m", "megarl", "train")
 
 def run_train_command(path: Path, overrides: Sequence[str], *, debug: bool) -> int:
     """Train here, or in a child process that is restarted if the recipe wants that. Returns the exit status."""
-    with reporting_end():
+    with reporting_end(), contextlib.ExitStack() as stdout:
+        stdout.enter_context(kept_stdout())  # the user's modules that the recipe names may print when they are imported
         recipe = load_recipe(path, list(overrides))
+        if recipe.observe.console not in KEPT_FOR:
+            stdout.close()
         if not restarts_itself(recipe.train):
-            keeps_stdout = recipe.observe.console in KEPT_FOR
-            with kept_stdout() if keeps_stdout else contextlib.nullcontext():
-                from megarl.train import train  # the command that restarts a run does not need it
+            from megarl.train import train  # the command that restarts a run does not need it
 
-                train(recipe)
+            train(recipe)
             return 0
     return train_with_restarts(recipe, path, overrides, debug=debug)
 

@@ -28,6 +28,7 @@ from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import discard_steps_after, write_samples
 from megarl.observe.sessions import effective_time, faults, productive_seconds, read_sessions, step_seconds
 from megarl.observe.sinks import make_sinks
+from megarl.observe.spans import make_spans
 from megarl.observe.summary import before_and_after, summarize
 from megarl.observe.token_values import write_token_values
 from megarl.observe.trace import Trace
@@ -94,6 +95,8 @@ class RunLog:
         discarded = self._metrics.truncate_after(kept)
         for folder in (self.run_dir.samples, self.run_dir.tokens):
             discard_steps_after(folder, max(kept, trained_steps))
+        about = {"megarl.first_step": first_step, "megarl.total_steps": self._total_steps}
+        self._spans = make_spans(self._recipe.observe.otlp, self._recipe.name, about, self.warn)
         self.trace = Trace(self.run_dir.trace)
         self._console: Console = make_console(self._recipe, first_step - 1, self._total_steps, run=self.run_dir.path)
         self._parts.callback(self._console.close)
@@ -129,7 +132,8 @@ class RunLog:
         self._console.phase(name)
         began, clock = time.time(), time.perf_counter()
         try:
-            yield
+            with self._spans.phase(name, nested=bool(outer)):
+                yield
         finally:
             seconds = time.perf_counter() - clock
             _open_phases.reset(token)
@@ -172,6 +176,7 @@ class RunLog:
             now = time.perf_counter()
             self._sessions[-1]["start"] = {"seconds": now - self._clock, **times}
             self._clock = now
+        self._begin_span()
         self._write_summary("running", None)
         self._alerts.send("start", f"the first step is {self.next_step} of {self._total_steps}", self.next_step)
 
@@ -271,6 +276,8 @@ class RunLog:
                 self._alert_of_end(status, error)
                 self._sessions[-1].update(status=status, ended=time.time(), error=error, last_step=self.next_step - 1)
                 self._write_summary(status, error)
+                if lost := self._spans.close(status, error):
+                    self._write_notice(lost, "warning", None, self._current_step)
                 if problem is not None:
                     raise problem
                 if self._recipe.observe.report:
@@ -306,9 +313,15 @@ class RunLog:
         metrics["run/ettr"] = min(1.0, self._productive / wall) if wall > 0 else 1.0
         self._metrics.write(step, metrics)
         self._warn_of_non_finite(step, metrics)
+        self._spans.end_step(step, metrics)
+        self._begin_span()
         self._console.step(step, metrics)
         for advice in self._adviser.after(step, self._sessions):
             self.notice(advice)
+
+    def _begin_span(self) -> None:
+        if self.next_step <= self._total_steps:
+            self._spans.begin_step(self.next_step)
 
     def _warn_of_non_finite(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Warn of the first NaN or infinity of each metric: it is easily overlooked in a curve."""
@@ -333,6 +346,7 @@ class RunLog:
         with self._guard:
             self._notices.write(line)
             self._console.notice(text, level == "warning")
+            self._spans.notice(text, level)
 
     @property
     def _current_step(self) -> int:
