@@ -20,7 +20,7 @@ from tests.support.log_recipe import make_recipe
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """Parse each line strictly: NaN and Infinity are no JSON."""
+    """Parse each line as strict JSON, which has no NaN and Infinity."""
     return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
 
 
