@@ -108,7 +108,9 @@ class OtlpSpans(Spans):
             yield
 
     def notice(self, text: str, level: str) -> None:
-        (self._step or self._run).add_event(level, {"text": text})
+        span = self._step or self._run
+        if span.is_recording():  # after `close`, the console and notices.jsonl still have messages
+            span.add_event(level, {"text": text})
 
     def close(self, status: str, error: str | None) -> str | None:
         failed = self._trace.Status(self._trace.StatusCode.ERROR, error) if status == "failed" else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -108,7 +109,8 @@ assert output() is sys.stdout
 
 
 def test_stdout_is_kept_for_the_output_of_the_command() -> None:
-    done = subprocess.run([sys.executable, "-c", PRINTS], capture_output=True, text=True)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", PRINTS], env=environ, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "an event\nafter the block\n", done.stderr
     assert set(done.stderr.splitlines()) == {"Python's print", "native code", "a child process"}
 
