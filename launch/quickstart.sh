@@ -5,4 +5,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/install_cpu.sh
-exec "${MEGARL_VENV:-.venv}/bin/python" -m megarl.commands.quickstart "$@"
+exec "${MEGARL_VENV:-.venv}/bin/python" -m megarl quickstart "$@"

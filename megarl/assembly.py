@@ -205,7 +205,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     skipped = SkippedSteps(recipe.train, Repetition(folder, has_tape, setup.place.checkpoint))
     kl_weight = KLWeight(recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_horizon)
     repeatable, journal = keep_steps(recipe, folder, setup.place.journal, log.notice)
-    saver = _saver(setup, started, devices, cluster.check, log.notice)
+    saver = _saver(setup, started, devices, cluster.check, log)
     load_weights = functools.partial(started.learners.load_checkpoint, devices)
     trace_note = kind_of(setup.platform.name).tracing.engines
     peak_tflops = recipe.cluster.device_peak_tflops
@@ -384,17 +384,12 @@ def _evaluation(setup: RunSetup, samplers: Samplers, actor: ActorGroup) -> Calla
     return lambda: evaluate(recipe, problems, samplers.engines, stop_ids, *watched)
 
 
-def _saver(
-    setup: RunSetup,
-    started: Started,
-    devices: Placement,
-    check: Callable[[], None],
-    notice: Callable[[str], None],
-) -> Saver:
+def _saver(setup: RunSetup, started: Started, devices: Placement, check: Callable[[], None], log: RunLog) -> Saver:
     recipe, folder = setup.recipe, setup.place.directory.checkpoints
     actor, critic = started.learners.actor, started.learners.critic
     if critic is None:
-        return Saver(folder, {"trainer": actor}, recipe.train, check, notice)
+        return Saver(folder, {"trainer": actor}, recipe.train, check, log.notice, completed=log.checkpoint)
     give = {"critic": devices.give_to_critic, "trainer": devices.give_to_actor}
     onload = (lambda name: give[name]()) if learners_take_turns(recipe, setup.platform.name) else None
-    return Saver(folder, {"critic": critic, "trainer": actor}, recipe.train, check, notice, onload)
+    both = {"critic": critic, "trainer": actor}
+    return Saver(folder, both, recipe.train, check, log.notice, onload, log.checkpoint)

@@ -28,9 +28,11 @@ from megarl.commands.plan import cli_options
 from megarl.commands.report import report_command
 from megarl.commands.serve.cli_command import serve_command
 from megarl.commands.simulate import cli_options as simulate_options
+from megarl.commands.training import Debug, Overrides, RecipePath, quickstart_command, train_command
 from megarl.commands.view.cli_command import view_command
 from megarl.errors import as_input_error
 from megarl.exit_status import guarded, leave
+from megarl.observe.stdout import kept_stdout
 from megarl.recipe.former_names import FormerNameWarning
 
 _PYTHON_FORMAT = warnings.formatwarning
@@ -42,17 +44,12 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 app.add_typer(model_app, name="model")
 
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML file).")]
-Overrides = Annotated[
-    Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the recipe's.")
-]
 Model = Annotated[
     Optional[str],
     typer.Option(
         help="Published model, e.g. Qwen3-8B, or folder with a config.json. Default: model.path, else `# Shape:` in the recipe's header."
     ),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def _show_version(value: bool) -> None:
@@ -76,21 +73,18 @@ def root(version: Version = False) -> None:
     """Reinforcement learning of large language models on Megatron, from a recipe in one YAML file."""
 
 
-@app.command(name="train")
-def train_command(recipe: RecipePath, overrides: Overrides = None, debug: Debug = False) -> None:
-    """Train a model by the recipe; all output is in runs/<name>/."""
-    from megarl.commands.train_with_restarts import run_train_command
-
-    raise typer.Exit(run_train_command(recipe, overrides or [], debug=debug))
+app.command(name="quickstart")(quickstart_command)
+app.command(name="train")(train_command)
 
 
 @app.command(name="eval")
 def evaluate(recipe: RecipePath, overrides: Overrides = None, debug: Debug = False) -> None:
     """Evaluate model.path on the recipe's data.eval_files: pass@k, maj@k and greedy accuracy as JSON."""
-    from megarl.commands.evaluate import evaluate_model
-    from megarl.preflight.load import load_recipe
+    with kept_stdout():
+        from megarl.commands.evaluate import evaluate_model
+        from megarl.preflight.load import load_recipe
 
-    evaluate_model(load_recipe(recipe, overrides or []))
+        evaluate_model(load_recipe(recipe, overrides or []))
 
 
 @app.command(name="export")

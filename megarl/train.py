@@ -13,7 +13,7 @@ from types import ModuleType
 from megarl import recovery
 from megarl.assembly import Run, build_run, connected
 from megarl.checkpoint.journal import JournalEntry
-from megarl.checkpoint.next_commands import after_training, naming_checkpoint
+from megarl.checkpoint.next_commands import naming_checkpoint, print_end
 from megarl.cluster import is_controller, serve
 from megarl.errors import as_input_error
 from megarl.observe.log import RunLog
@@ -51,7 +51,7 @@ def train(recipe: Recipe) -> Path:
                 if run.exports_at_end:
                     with log.phase("export"):
                         with_trainers(run, run.last_step, lambda: run.export(directory.path / "hf"))
-    print(*after_training(recipe, directory), sep="\n", flush=True)
+    print_end(recipe, directory)
     return directory.path
 
 

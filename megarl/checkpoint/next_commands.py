@@ -16,6 +16,7 @@ from megarl.observe.advice.advise import advice_lines
 from megarl.observe.restarts import restarts_by_command
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sessions import time_lines
+from megarl.observe.stdout import output
 from megarl.recipe.schema import Recipe, TrainConfig
 
 _COMMAND = "python -m megarl"
@@ -44,6 +45,12 @@ class Repetition:
         older = [path for path in list_checkpoints(self.run.checkpoints) if checkpoint_step(path) < step]
         resume = shown(older[-1]) if older else self.checkpoint or "never"
         return f"To repeat the step: {_COMMAND} train {shown(self.run.recipe)} name=repeated train.resume={resume}"
+
+
+def print_end(recipe: Recipe, run: RunDirectory) -> None:
+    """Print `after_training`, unless the console prints events for programs: its last event names the files."""
+    if recipe.observe.console != "json":
+        print(*after_training(recipe, run), sep="\n", file=output(), flush=True)
 
 
 def after_training(recipe: Recipe, run: RunDirectory) -> list[str]:

@@ -47,6 +47,7 @@ class Saver:
     check: raises if a process of the run has died; called while the saver waits for receipts.
     notice: called with a message for each old checkpoint that could not be deleted.
     onload: called with a group's name before it stages its part; None: all groups stay on their devices.
+    completed: called with step and path of each checkpoint that is complete.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class Saver:
         check: Callable[[], None],
         notice: Callable[[str], None],
         onload: Callable[[str], None] | None = None,
+        completed: Callable[[int, Path], None] | None = None,
     ) -> None:
         self.folder, self.groups, self.config = folder, groups, config
-        self._check, self._notice, self._onload = check, notice, onload
+        self._check, self._notice, self._onload, self._completed = check, notice, onload, completed
         self._step: int | None = None  # of the save in progress
         self._receipts: list[Path] = []
         self._written: Written | None = None  # contents of the receipts, once read
@@ -172,13 +174,16 @@ class Saver:
 
     def _commit(self) -> Metrics:
         """Commit the save in progress and delete old checkpoints. A failed deletion is a notice, not an error."""
-        assert self._step is not None
+        step = self._step
+        assert step is not None
         if self._written is None:
-            self._written = read_receipts(self._receipts, checkpoint.partial_path(self.folder, self._step))
+            self._written = read_receipts(self._receipts, checkpoint.partial_path(self.folder, step))
         for receipt in self._receipts:
             receipt.unlink(missing_ok=True)
-        checkpoint.commit(self.folder, self._step, self._written.files)
+        checkpoint.commit(self.folder, step, self._written.files)
         written, self._written, self._step = self._written, None, None
+        if self._completed is not None:
+            self._completed(step, self.folder / checkpoint.checkpoint_name(step))
         checkpoint.retain(self.folder, self.config.keep_checkpoints, self.config.keep_every, self._notice)
         size = sum(size for size, _ in written.files.values())
         return {"checkpoint/write_seconds": written.seconds, "checkpoint/bytes": float(size)}

@@ -12,6 +12,7 @@ from megarl.cluster import is_controller, serve
 from megarl.cluster.device_map import Demand
 from megarl.engines.specs import fixed_models
 from megarl.errors import as_input_error
+from megarl.observe.stdout import output
 from megarl.preflight.engines_and_devices import check_device
 from megarl.preflight.environment import environment_notices
 from megarl.preflight.hub_inputs import evaluation_inputs, fetch_inputs
@@ -52,5 +53,5 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
         result = evaluate(recipe, prepared.evaluation, samplers, prepared.tokenizer.stop_ids, check, outages=outages)
     for notice in result.notices:
         print(notice, file=sys.stderr)
-    print(json.dumps(result.metrics))
+    print(json.dumps(result.metrics), file=output(), flush=True)
     return result

@@ -5,7 +5,12 @@ from __future__ import annotations
 import typer
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
-    "train": ("megarl train recipes/quickstart.yaml name=first train.steps=20",),
+    "quickstart": ("megarl quickstart", "megarl quickstart train.seed=1"),
+    "train": (
+        "megarl train recipes/quickstart.yaml name=first train.steps=20",
+        "megarl train recipes/quickstart.yaml --quiet",
+        "megarl train recipes/quickstart.yaml --json > events.jsonl",
+    ),
     "eval": ("megarl eval recipes/quickstart.yaml model.path=runs/first/hf",),
     "export": ("megarl export runs/first --out models/first",),
     "serve": ("megarl serve recipes/quickstart.yaml --name tiny",),

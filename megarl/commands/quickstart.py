@@ -1,23 +1,22 @@
-"""The quickstart: create data, tokenizer and a random model, train with SFT and DAPO, print results. See launch/quickstart.sh."""
+"""`megarl quickstart`: create data, tokenizer and a random model, train with SFT and DAPO, print results."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 
+from megarl.commands.shipped_recipes import recipes_folder
 from megarl.errors import InputError
-from megarl.exit_status import guarded, leave
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.load import load_recipe
 
 DATA = Path("data/quickstart")
-SFT_RECIPE, RL_RECIPE = "recipes/quickstart_sft.yaml", "recipes/quickstart.yaml"
+SFT_RECIPE, RL_RECIPE = "quickstart_sft.yaml", "quickstart.yaml"  # in the folder of megarl's recipes
 
 
 def quickstart(overrides: list[str]) -> Path:
-    """Run SFT and DAPO. Return the directory of the DAPO run.
+    """Run SFT and DAPO in the current folder: data/ and runs/. Return the directory of the DAPO run.
 
     `overrides` are settings of the DAPO run. Its seed is also used for the data, the model and SFT.
     """
@@ -25,15 +24,16 @@ def quickstart(overrides: list[str]) -> Path:
     from megarl.train import train
 
     began = time.monotonic()
-    rl = load_recipe(RL_RECIPE, overrides)
-    sft = load_recipe(SFT_RECIPE, [f"train.seed={rl.train.seed}"])
+    sft_recipe, rl_recipe = (recipes_folder() / name for name in (SFT_RECIPE, RL_RECIPE))
+    rl = load_recipe(rl_recipe, overrides)
+    sft = load_recipe(sft_recipe, [f"train.seed={rl.train.seed}"])
     for recipe in (sft, rl):
         set_aside(Path(recipe.runs_dir) / recipe.name)
     heading(f"1/3  data, tokenizer and a random model in {DATA}/")
     prepare_quickstart(DATA, rl.train.seed)
-    heading(f"2/3  SFT on demonstrations of mixed quality ({SFT_RECIPE}, {sft.train.steps} steps)")
+    heading(f"2/3  SFT on demonstrations of mixed quality ({sft_recipe}, {sft.train.steps} steps)")
     train(sft)
-    heading(f"3/3  DAPO from the SFT checkpoint ({RL_RECIPE}, {rl.train.steps} steps)")
+    heading(f"3/3  DAPO from the SFT checkpoint ({rl_recipe}, {rl.train.steps} steps)")
     run = train(rl)
     print_results(run, time.monotonic() - began)
     return run
@@ -63,8 +63,3 @@ def print_results(run: Path, seconds: float) -> None:
         f"largest difference of a log-prob between engine and trainer: {float(summary['logprob_gap_max']):.1e}\n"
         f"{seconds / 60:.1f} minutes; curves, timeline and samples: {run / 'report.html'}"
     )
-
-
-if __name__ == "__main__":  # engine and Ray processes import this module again
-    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
-    leave(guarded(lambda: quickstart(arguments), debug="--debug" in sys.argv))

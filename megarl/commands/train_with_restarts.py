@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from megarl.commands.child import STOPPED, run_child
 from megarl.observe.alerts import Alerts
 from megarl.observe.restarts import AFTER, REPORT, End, reporting_end, restarts_by_command
 from megarl.observe.run_dir import RunDirectory
+from megarl.observe.stdout import KEPT_FOR, kept_stdout
 from megarl.preflight.load import load_recipe
 from megarl.recipe import Recipe
 from megarl.recipe.schema import TrainConfig
@@ -32,8 +34,11 @@ TRAIN = (sys.executable, "-m", "megarl", "train")
 
 def run_train_command(path: Path, overrides: Sequence[str], *, debug: bool) -> int:
     """Train here, or in a child process that is restarted if the recipe wants that. Returns the exit status."""
-    with reporting_end():
+    with reporting_end(), contextlib.ExitStack() as stdout:
+        stdout.enter_context(kept_stdout())  # the user's modules that the recipe names may print when they are imported
         recipe = load_recipe(path, list(overrides))
+        if recipe.observe.console not in KEPT_FOR:
+            stdout.close()
         if not restarts_itself(recipe.train):
             from megarl.train import train  # the command that restarts a run does not need it
 

@@ -28,7 +28,8 @@ from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import discard_steps_after, write_samples
 from megarl.observe.sessions import effective_time, faults, productive_seconds, read_sessions, step_seconds
 from megarl.observe.sinks import make_sinks
-from megarl.observe.summary import summarize
+from megarl.observe.spans import make_spans
+from megarl.observe.summary import before_and_after, summarize
 from megarl.observe.token_values import write_token_values
 from megarl.observe.trace import Trace
 from megarl.recipe import Recipe, to_yaml
@@ -94,8 +95,10 @@ class RunLog:
         discarded = self._metrics.truncate_after(kept)
         for folder in (self.run_dir.samples, self.run_dir.tokens):
             discard_steps_after(folder, max(kept, trained_steps))
+        about = {"megarl.first_step": first_step, "megarl.total_steps": self._total_steps}
+        self._spans = make_spans(self._recipe.observe.otlp, self._recipe.name, about, self.warn)
         self.trace = Trace(self.run_dir.trace)
-        self._console: Console = make_console(self._recipe, first_step - 1, self._total_steps)
+        self._console: Console = make_console(self._recipe, first_step - 1, self._total_steps, run=self.run_dir.path)
         self._parts.callback(self._console.close)
         self._adviser = Adviser(self.run_dir, self._recipe, first_step - 1)
         self._productive = productive_seconds(read_metrics(self.run_dir.metrics))
@@ -129,7 +132,8 @@ class RunLog:
         self._console.phase(name)
         began, clock = time.time(), time.perf_counter()
         try:
-            yield
+            with self._spans.phase(name, nested=bool(outer)):
+                yield
         finally:
             seconds = time.perf_counter() - clock
             _open_phases.reset(token)
@@ -172,6 +176,7 @@ class RunLog:
             now = time.perf_counter()
             self._sessions[-1]["start"] = {"seconds": now - self._clock, **times}
             self._clock = now
+        self._begin_span()
         self._write_summary("running", None)
         self._alerts.send("start", f"the first step is {self.next_step} of {self._total_steps}", self.next_step)
 
@@ -216,6 +221,11 @@ class RunLog:
             with self._guard:
                 times = self._take_times()
             self._write_line(step, {**named, **times})
+        self._console.evaluation(step, named)
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """Show on the console that the checkpoint of `step` is complete, at `path`."""
+        self._console.checkpoint(step, path)
 
     def samples(self, step: int, records: Sequence[dict[str, Any]]) -> None:
         """Write samples of `step` (see `samples.sample_records`), at most ``observe.samples_per_step`` of them."""
@@ -252,25 +262,28 @@ class RunLog:
         if self._closed:
             return
         self._closed = True
-        with (
-            self._parts
-        ):  # releases terminal, notices and lock even if a statement here fails, and sends the last alerts
-            self._reserve.release()
-            problem: OSError | None = None
-            for finish in (lambda: self._metrics.close(status), self.trace.close):
-                try:
-                    finish()
-                except OSError as failure:
-                    problem = problem or failure
-            if problem is not None and status == "finished":
-                status, error = "failed", f"{type(problem).__name__}: {problem}"
-            self._alert_of_end(status, error)
-            self._sessions[-1].update(status=status, ended=time.time(), error=error, last_step=self.next_step - 1)
-            self._write_summary(status, error)
-            if problem is not None:
-                raise problem
-            if self._recipe.observe.report:
-                self._write_report()
+        try:
+            with self._parts:  # releases terminal, notices and lock in any case, and sends the last alerts
+                self._reserve.release()
+                problem: OSError | None = None
+                for finish in (lambda: self._metrics.close(status), self.trace.close):
+                    try:
+                        finish()
+                    except OSError as failure:
+                        problem = problem or failure
+                if problem is not None and status == "finished":
+                    status, error = "failed", f"{type(problem).__name__}: {problem}"
+                self._alert_of_end(status, error)
+                self._sessions[-1].update(status=status, ended=time.time(), error=error, last_step=self.next_step - 1)
+                self._write_summary(status, error)
+                if lost := self._spans.close(status, error):
+                    self._write_notice(lost, "warning", None, self._current_step)
+                if problem is not None:
+                    raise problem
+                if self._recipe.observe.report:
+                    self._write_report()
+        finally:
+            self._console.end(status, error)
 
     def __enter__(self) -> RunLog:
         return self
@@ -300,9 +313,15 @@ class RunLog:
         metrics["run/ettr"] = min(1.0, self._productive / wall) if wall > 0 else 1.0
         self._metrics.write(step, metrics)
         self._warn_of_non_finite(step, metrics)
+        self._spans.end_step(step, metrics)
+        self._begin_span()
         self._console.step(step, metrics)
         for advice in self._adviser.after(step, self._sessions):
             self.notice(advice)
+
+    def _begin_span(self) -> None:
+        if self.next_step <= self._total_steps:
+            self._spans.begin_step(self.next_step)
 
     def _warn_of_non_finite(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Warn of the first NaN or infinity of each metric: it is easily overlooked in a curve."""
@@ -327,6 +346,7 @@ class RunLog:
         with self._guard:
             self._notices.write(line)
             self._console.notice(text, level == "warning")
+            self._spans.notice(text, level)
 
     @property
     def _current_step(self) -> int:
@@ -369,20 +389,10 @@ class RunLog:
             "steps": int(lines[-1]["step"]) if lines else 0,
             "total_steps": self._total_steps,
             **summarize(lines, start),
-            "evaluation": _before_and_after(lines),
+            "evaluation": before_and_after(lines),
             "ettr": ettr,
             "faults": faults(self._sessions, notices),
             "advice": self._adviser.findings(lines, sessions=self._sessions, notices=notices, ettr=ettr),
             "sessions": self._sessions,
         }
         write_atomically(self.run_dir.summary, json.dumps(strict(summary), indent=1).encode())
-
-
-def _before_and_after(lines: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Return the first and the last evaluation: ``{"first": {"step": 0, "eval/pass@1": 0.1}, "last": {...}}``."""
-    evaluations = [
-        {name: value for name, value in line.items() if name == "step" or name.startswith("eval/")}
-        for line in lines
-        if any(name.startswith("eval/") for name in line)
-    ]
-    return {"first": evaluations[0], "last": evaluations[-1]} if evaluations else {}

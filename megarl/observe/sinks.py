@@ -1,4 +1,4 @@
-"""Destinations of metrics in addition to metrics.jsonl: TensorBoard, Prometheus, wandb, SwanLab, MLflow.
+"""Destinations of metrics in addition to metrics.jsonl: TensorBoard, Prometheus, wandb, SwanLab, MLflow, trackio.
 
 TensorBoard's event files are files of the run: a failure to write them ends the run. Trackers depend on servers: a tracker
 that fails during the run warns once and gets no more metrics.
@@ -134,6 +134,34 @@ class MlflowSink:
         self._mlflow.end_run(status="FINISHED" if status == "finished" else "FAILED")
 
 
+class TrackioSink:
+    """trackio, in a local database unless its environment variables name a server or a Space.
+
+    trackio finds a run by its name, so the name contains the start of the first session. A resumed run continues under the name in
+    trackers.json.
+    """
+
+    def __init__(self, recipe: Recipe, run_dir: RunDirectory) -> None:
+        self._trackio = _tracker_package("trackio")
+        earlier_name = _tracker_id(run_dir, "trackio")
+        self._run = self._trackio.init(
+            project=recipe.observe.project,
+            name=earlier_name or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}",
+            config=dataclasses.asdict(recipe),
+            resume="allow" if earlier_name else "never",
+            embed=False,
+            auto_log_gpu=False,  # the metrics host/... have the load of all machines
+            auto_log_cpu=False,
+        )
+        _keep_tracker_id(run_dir, "trackio", self._run.name)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self, status: str) -> None:
+        self._trackio.finish()  # run.finish() would leave it to the interpreter's exit as well
+
+
 def mlflow_name(name: str) -> str:
     """Replace characters that MLflow rejects in a metric's name: "@", and others from names of data sources."""
     return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))
@@ -169,6 +197,7 @@ TRACKERS: dict[str, Callable[[Recipe, RunDirectory], Sink]] = {
     "wandb": WandbSink,
     "swanlab": SwanlabSink,
     "mlflow": MlflowSink,
+    "trackio": TrackioSink,
 }
 
 

@@ -38,6 +38,16 @@ def summarize(lines: Lines, start: dict[str, float]) -> dict[str, Any]:
     }
 
 
+def before_and_after(lines: Lines) -> dict[str, dict[str, float]]:
+    """Return the first and the last evaluation: ``{"first": {"step": 0, "eval/pass@1": 0.1}, "last": {...}}``."""
+    evaluations = [
+        {name: value for name, value in line.items() if name == "step" or name.startswith("eval/")}
+        for line in lines
+        if any(name.startswith("eval/") for name in line)
+    ]
+    return {"first": evaluations[0], "last": evaluations[-1]} if evaluations else {}
+
+
 def _by_phase(lines: Lines) -> dict[str, float]:
     totals: dict[str, float] = {}
     for line in lines:

@@ -37,15 +37,32 @@ class AlertsConfig:
 
 
 @dataclass
+class OtlpConfig:
+    """Spans of the run for an OpenTelemetry collector; see docs/trackers.md."""
+
+    url: Optional[str] = key(
+        None,
+        "Base URL of a collector that accepts OTLP over HTTP, e.g. http://127.0.0.1:4318; /v1/traces is appended. Unset: no spans are sent.",
+    )
+    headers: dict[str, str] = key(
+        {},
+        "Headers of each request, each with the name of the environment variable that contains its value, e.g. {Authorization: MY_TOKEN}. A recipe contains no secret.",
+    )
+
+
+@dataclass
 class ObserveConfig:
     """Output of a run: console, trackers, samples, report, alerts and profiler traces. metrics.jsonl is always written."""
 
-    console: Literal["auto", "live", "plain"] = key(
+    console: Literal["auto", "live", "plain", "quiet", "json"] = key(
         "auto",
-        "live: a live display. plain: log lines, for startup and for steps (docs/metrics.md). auto: live on a terminal, else plain.",
+        "live: a live display. plain: log lines, for startup and for steps. auto: live on a terminal, else plain. quiet: only warnings, errors and the end. json: one JSON object per event, for programs (docs/console.md).",
     )
     tensorboard: bool = key(True, "Write TensorBoard events.")
-    trackers: list[str] = key([], "Any of wandb, swanlab, mlflow; each must be installed and logged in.")
+    trackers: list[str] = key(
+        [],
+        "Any of wandb, swanlab, mlflow, trackio; each must be installed, and logged in if it needs that (docs/trackers.md).",
+    )
     prometheus: Optional[int] = key(
         None,
         "Port on the controller's machine at which Prometheus reads the newest metrics, e.g. 9464 (docs/metrics.md). Unset: none.",
@@ -56,6 +73,7 @@ class ObserveConfig:
         "127.0.0.1",
         "Address to listen on. 0.0.0.0 lets other machines read the metrics, without encryption or a password.",
     )
+    otlp: OtlpConfig = key(OtlpConfig, "")
     project: str = key("megarl", "Project name in the trackers.")
     samples_per_step: int = key(
         32, "Samples per step that are written to samples/, in whole groups spread over the batch.", at_least=0

@@ -43,6 +43,24 @@ def test_a_background_checkpoint_is_listed_after_it_is_written(tmp_path: Path) -
     assert names(tmp_path) == ["step_000003"] and find_damage(tmp_path / "step_000003") is None
 
 
+def test_complete_checkpoints_are_announced(tmp_path: Path) -> None:
+    """Once each, when the folder has its final name: also a background save that a failed run completes."""
+    announced: list[tuple[int, Path]] = []
+
+    def completed(step: int, path: Path) -> None:
+        check_whole(path)
+        announced.append((step, path))
+
+    trainers, config = Trainers(), TrainConfig(save_in_background=True, keep_checkpoints=2)
+    run_saver = Saver(tmp_path, {"trainer": trainers}, config, lambda: None, unexpected, completed=completed)
+    run_saver.save(1, state())
+    assert announced == []
+    run_saver.save(2, state())
+    trainers.work()
+    assert run_saver.rescue(wait=False) is not None
+    assert announced == [(step, tmp_path / f"step_00000{step}") for step in (1, 2)]
+
+
 def test_a_failed_background_write_is_raised_at_the_next_step(tmp_path: Path) -> None:
     trainers = Trainers()
     run_saver = saver(tmp_path, trainers, save_in_background=True)

@@ -56,7 +56,7 @@ def test_from_the_command_to_the_loss() -> None:
 def test_the_train_command_calls_train() -> None:
     """Each link is an import and a use, under one name."""
     for function, file, module, name in (
-        ("train_command", "megarl/cli.py", "megarl.commands.train_with_restarts", "run_train_command"),
+        ("train_command", "megarl/commands/training.py", "megarl.commands.train_with_restarts", "run_train_command"),
         ("run_train_command", "megarl/commands/train_with_restarts.py", "megarl.train", "train"),
     ):
         body = body_of(function, file)

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.observe import console as console_module
-from megarl.observe.console import LiveConsole, Pace, PlainConsole, clock, figures, short
+from megarl.observe.console import clock, make_console, short
+from megarl.observe.console import plain as plain_module
+from megarl.observe.console.figures import Pace, figures
+from megarl.observe.console.live import LiveConsole
+from megarl.observe.console.plain import PlainConsole
 from megarl.observe.log import RunLog
 from tests.support.log_recipe import make_recipe
 
@@ -126,7 +129,7 @@ def test_a_live_console_does_not_hide_the_cursor(tmp_path: Path) -> None:
 
 def test_auto_is_plain_without_a_terminal() -> None:
     recipe = make_recipe(console="auto")
-    assert isinstance(console_module.make_console(recipe, 0, 1, io.StringIO()), PlainConsole)
+    assert isinstance(make_console(recipe, 0, 1, io.StringIO()), PlainConsole)
 
 
 def test_times_and_numbers_are_formatted_for_reading() -> None:
@@ -184,7 +187,7 @@ def test_sft_prints_loss_and_its_phases() -> None:
 
 def test_a_log_of_a_long_run_has_a_line_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(console_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(plain_module.time, "monotonic", lambda: now[0])
 
     def shown(total: int, seconds: float, odd: dict[int, dict[str, float]]) -> list[int]:
         stream = io.StringIO()

@@ -223,7 +223,7 @@ def test_tensorboard_shows_repeated_steps_once(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in scalars] == [(1, 1), (2, 2), (3, 3), (4, 8), (5, 10), (6, 12)]
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "swanlab", "mlflow"])
+@pytest.mark.parametrize("tracker", ["wandb", "swanlab", "mlflow", "trackio"])
 def test_a_missing_tracker_is_named_with_its_install_command(
     tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +242,7 @@ class FakeRun:
     """A fake of each tracker's run that records the calls."""
 
     def __init__(self) -> None:
-        self.id = "abc123"
+        self.id = self.name = "abc123"
         self.info = types.SimpleNamespace(run_id="abc123")
         self.logged: list[Any] = []
         self.started: list[dict[str, Any]] = []
@@ -268,7 +268,7 @@ class FakeRun:
     define_metric = set_experiment = log_dict = ignore
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "swanlab", "mlflow"])
+@pytest.mark.parametrize("tracker", ["wandb", "swanlab", "mlflow", "trackio"])
 def test_trackers_get_every_step_and_continue_after_a_resume(
     tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

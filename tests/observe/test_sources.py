@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from megarl.observe import sources
-from megarl.observe.console import LiveConsole, PlainConsole, figures
+from megarl.observe.console.figures import figures
+from megarl.observe.console.live import LiveConsole
+from megarl.observe.console.plain import PlainConsole
 from megarl.observe.metrics import read_metrics
 from megarl.observe.page.charts import present
 from megarl.observe.page.report import report_data

@@ -103,7 +103,7 @@ def test_a_machine_too_busy_for_ray_is_reported(
 
 def test_the_quickstart_accepts_debug() -> None:
     """The quickstart's errors suggest --debug."""
-    command = [sys.executable, "-m", "megarl.commands.quickstart", "--debug", "train.step=3"]
+    command = [sys.executable, "-m", "megarl", "quickstart", "--debug", "train.step=3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "train.steps" in done.stderr and "Traceback" in done.stderr
 
@@ -137,8 +137,8 @@ def test_a_missing_quickstart_model_names_the_command_to_make_it(
     assert advice["data/quickstart/model"] == "run `megarl data quickstart --out data/quickstart` to make it"
     assert "megarl train recipes/quickstart_sft.yaml" in advice["runs/quickstart-sft/hf"]
     assert "quickstart" not in advice["models/Qwen3-8B"]
-    assert load_recipe(str(ROOT / SFT_RECIPE)).model.path.endswith("data/quickstart/model")
-    assert load_recipe(str(ROOT / RL_RECIPE)).model.path.endswith("runs/quickstart-sft/hf")
+    assert load_recipe(str(ROOT / "recipes" / SFT_RECIPE)).model.path.endswith("data/quickstart/model")
+    assert load_recipe(str(ROOT / "recipes" / RL_RECIPE)).model.path.endswith("runs/quickstart-sft/hf")
 
 
 LOST = """

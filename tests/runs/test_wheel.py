@@ -22,7 +22,8 @@ BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(s
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel's files, to put before the checkout on sys.path."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT / "megarl", source / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("megarl", "recipes"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     built = subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=source, capture_output=True, text=True)
@@ -86,6 +87,21 @@ def test_view(site: Path, folder: Path) -> None:
     shown = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
     static = ROOT / "megarl" / "observe" / "page" / "static"
     assert shown.stdout.split() == sorted(path.name for path in static.iterdir()), shown.stderr
+
+
+def test_recipes(site: Path, folder: Path) -> None:
+    """The wheel has every recipe, and the quickstart finds its own without a checkout."""
+    (shipped,) = site.glob("megarl-*.data/data/share/megarl/recipes")
+    files = {path.relative_to(shipped) for path in shipped.rglob("*.yaml")}
+    assert files == {path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").rglob("*.yaml")}
+    done = megarl(site, folder, "quickstart", "train.step=3")
+    assert done.returncode == 2 and "train.steps" in done.stderr, done.stderr
+
+
+def test_a_package_without_recipes_is_refused(site: Path, folder: Path) -> None:
+    shutil.copytree(site / "megarl", folder / "megarl")
+    done = megarl(folder, folder, "quickstart")
+    assert done.returncode == 2 and "the recipes of megarl are missing" in done.stderr, done.stderr
 
 
 @pytest.mark.stack

@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.commands.bundle.contents import RECORDED
 from megarl.recipe.environment import EnvironmentConfig
-from megarl.recipe.observe import AlertsConfig
+from megarl.recipe.observe import AlertsConfig, OtlpConfig
 from megarl.recipe.paths import with_paths
 from megarl.recipe.schema import Recipe
 from megarl.recipe.urls import names_secret
@@ -25,7 +25,7 @@ def bundled_recipe(recipe: Recipe, names: Mapping[str, str]) -> tuple[Recipe, li
     """Return the recipe of a bundle, and texts about what was left out. `names`: of files and folders, by their path.
 
     Left out are the values of environment variables; arguments of engines with a secret's name (`hf_token`), at any depth;
-    arguments of the programs of MCP servers; name, password and query of URLs; trackers; alerts; and settings of the recorded machines
+    arguments of the programs of MCP servers; name, password and query of URLs; trackers; alerts; spans; and settings of the recorded machines
     (`cluster.ray_address`, `weight_sync.directory`, `data.cache`). Other settings are packed as they are.
     """
     left_out = _left_out(recipe)
@@ -49,7 +49,9 @@ def bundled_recipe(recipe: Recipe, names: Mapping[str, str]) -> tuple[Recipe, li
         data=dataclasses.replace(recipe.data, cache=None),
         agent=dataclasses.replace(recipe.agent, mcp=mcp),
         reward=dataclasses.replace(recipe.reward, remote=remote),
-        observe=dataclasses.replace(recipe.observe, trackers=[], alerts=AlertsConfig(), profile_steps=[]),
+        observe=dataclasses.replace(
+            recipe.observe, trackers=[], alerts=AlertsConfig(), otlp=OtlpConfig(), profile_steps=[]
+        ),
         **engine_args,
     )
     return with_paths(view, lambda path: names.get(path, path)), left_out

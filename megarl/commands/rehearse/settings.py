@@ -11,7 +11,7 @@ from megarl.commands.rehearse.changes import Changes, settings_of
 from megarl.commands.rehearse.layout import processes_for, shrink_layout
 from megarl.megatron.extra_settings import fields_of_megatron
 from megarl.platform.kinds import kind_of
-from megarl.recipe.observe import ObserveConfig
+from megarl.recipe.observe import ObserveConfig, OtlpConfig
 from megarl.recipe.schema import Recipe
 from megarl.recipe.trainers import ActorConfig, CriticConfig, MegatronConfig
 
@@ -169,6 +169,9 @@ def _run(small: Recipe, changes: Changes) -> None:
     if observe.alerts.url is not None:
         changes.left_out("observe.alerts.url", observe.alerts.url, "a rehearsal sends no alerts")
         observe.alerts.url = None
+    if observe.otlp.url is not None:
+        changes.left_out("observe.otlp.url", observe.otlp.url, "a rehearsal sends no spans")
+        observe.otlp = OtlpConfig()
     changes.set(observe, "observe.console", "plain", _MACHINE)
     if observe.profile_steps:
         changes.set(observe, "observe.profile_steps", [STEPS], _SIZE)

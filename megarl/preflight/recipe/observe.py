@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
-from megarl.errors import RecipeError, raise_all
+from megarl.errors import RecipeError, errors_of, raise_all
 from megarl.observe.sinks import TRACKERS
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.kinds import kind_of
-from megarl.recipe.observe import EVENTS, AlertsConfig, ObserveConfig
+from megarl.recipe.observe import EVENTS, AlertsConfig, ObserveConfig, OtlpConfig
 from megarl.recipe.schema import Recipe
-from megarl.recipe.urls import is_variable
+from megarl.recipe.urls import check_headers, check_url, is_variable
 
 
-def observe_errors(recipe: Recipe) -> Iterator[RecipeError]:
+def observe_errors(recipe: Recipe) -> Iterator[ValueError]:
     observe = recipe.observe
     for tracker in observe.trackers:
         if tracker not in TRACKERS:
@@ -24,6 +25,7 @@ def observe_errors(recipe: Recipe) -> Iterator[RecipeError]:
         problem = "no port is set, so nothing listens (observe.prometheus)"
         yield RecipeError("observe.prometheus_host", problem, "set observe.prometheus", value=observe.prometheus_host)
     yield from alerts_errors(observe.alerts)
+    yield from otlp_errors(observe.otlp)
     last_step = recipe.train.steps if recipe.train.epochs is None else math.inf  # known once the rows are counted
     for name, numbers, first, last, counted in (
         ("profile_steps", observe.profile_steps, 1, last_step, "steps (train.steps)"),
@@ -55,6 +57,19 @@ def alerts_errors(alerts: AlertsConfig) -> Iterator[RecipeError]:
         if event not in EVENTS:
             problem, remedy = f"unknown event '{event}'", f"choose from {', '.join(EVENTS)}"
             yield RecipeError("observe.alerts.events", problem, remedy, value=list(alerts.events))
+
+
+def otlp_errors(otlp: OtlpConfig) -> Iterator[ValueError]:
+    """Yield an error for a URL that is not one of a collector, and for headers that cannot be set."""
+    if otlp.url is not None:
+        yield from errors_of(check_url, "observe.otlp", otlp.url)
+        if urlsplit(otlp.url).path.rstrip("/").endswith("/v1/traces"):
+            problem, remedy = "megarl appends /v1/traces to this base URL", "leave /v1/traces out"
+            yield RecipeError("observe.otlp.url", problem, remedy, value=otlp.url)
+    elif otlp.headers:
+        problem = "no collector is set, so nothing is sent (observe.otlp.url)"
+        yield RecipeError("observe.otlp.headers", problem, "set observe.otlp.url", value=dict(otlp.headers))
+    yield from errors_of(check_headers, "observe.otlp", otlp.headers)
 
 
 def _engine_errors(recipe: Recipe) -> Iterator[RecipeError]:
