@@ -182,6 +182,12 @@ def place(machines: Sequence[tuple[str, int]], demand: Demand, resource: str) ->
     return plan
 
 
+def fits(free: Sequence[int], demand: Demand) -> bool:
+    """Return whether machines with these numbers of free devices can hold `demand`."""
+    is_too_small = demand.shared and max(demand.critics, demand.engine_devices) > demand.trainers
+    return not is_too_small and _place(free, demand) is not None
+
+
 def place_on_cpus(cpus: Sequence[int], demand: Demand) -> DeviceMap:
     """Map processes that need no device to machines: one per CPU first, several per CPU if there are too few.
 
