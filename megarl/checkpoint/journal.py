@@ -47,6 +47,12 @@ def training_settings(recipe: Recipe) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key.startswith(_TRAINING) and not _SPLIT.fullmatch(key)}
 
 
+def split_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings that split the computation over trainers: others change no number beyond rounding."""
+    settings = flat_settings(to_yaml(recipe))
+    return {key: value for key, value in settings.items() if key == "cluster.trainers" or _SPLIT.fullmatch(key)}
+
+
 @dataclass(frozen=True)
 class JournalEntry:
     """The state in `path`, with which a resume goes on. after: step of the checkpoint before; 0: the starting model."""
@@ -54,6 +60,12 @@ class JournalEntry:
     path: Path
     after: int
     left_out: tuple[int, ...]  # steps that a rollback has undone: their batches are not trained on again
+    splits: tuple[dict[str, Any], ...] = ()  # `split_settings` of the sessions that trained the steps first
+
+    def changed_split(self, recipe: Recipe) -> list[str]:
+        """Return the settings of `splits` that `recipe` has changed, "key before -> now"."""
+        now = split_settings(recipe)
+        return list(dict.fromkeys(change for split in self.splits for change in _changes(split, now)))
 
     @property
     def step(self) -> int:
@@ -67,8 +79,8 @@ class JournalEntry:
 
 class Journal:
     """States after the newest steps, in `folder`. batches: of the steps since the newest checkpoint. settings:
-    `training_settings`. earlier: the entry of an earlier session with which this one goes on; others are deleted. notice: called
-    with a message for each state that could not be deleted."""
+    `training_settings`. split: `split_settings`. earlier: the entry of an earlier session with which this one goes on; others are
+    deleted. notice: called with a message for each state that could not be deleted."""
 
     def __init__(
         self,
@@ -77,8 +89,10 @@ class Journal:
         settings: dict[str, Any],
         earlier: JournalEntry | None,
         notice: Callable[[str], None],
+        split: dict[str, Any],
     ) -> None:
         self.folder, self._batches, self._settings, self._notice = folder, batches, settings, notice
+        self._split, self._earlier = split, earlier
         discard(folder, keep=earlier)
 
     def write(self, step: int, state: dict[str, Any], checkpoint: Path | None) -> None:
@@ -86,9 +100,15 @@ class Journal:
         self._batches.wait()
         base = None if checkpoint is None else str(checkpoint.resolve())
         more = {"left_out": self._batches.left_out, "settings": self._settings, "checkpoint": base}
+        more["splits"] = self._splits(0 if checkpoint is None else checkpoint_step(checkpoint))
         begin(self.folder, step, {**state, **more}, self._notice)
         commit(self.folder, step, {})
         retain(self.folder, _STATES, 0, self._notice)
+
+    def _splits(self, checkpoint: int) -> list[dict[str, Any]]:
+        """Return the splits of the sessions that trained the steps after `checkpoint`."""
+        earlier = self._earlier.splits if self._earlier is not None and self._earlier.step > checkpoint else ()
+        return [*(split for split in earlier if split != self._split), self._split]
 
     def forget_through(self, step: int) -> None:
         """Delete the states up to `step`, for which there is a checkpoint."""
@@ -142,7 +162,8 @@ class JournalSearch:
             state = json.loads((path / "controller.json").read_text())
             if not self._continues(state, checkpoint, by_this_run=by_this_run):
                 return None
-            entry = JournalEntry(path, after, tuple(state["left_out"]))
+            # A state of an earlier version has no splits.
+            entry = JournalEntry(path, after, tuple(state["left_out"]), tuple(state.get("splits", ())))
             problem = self._damaged_batch(entry)
             if problem is None:
                 return entry

@@ -189,7 +189,7 @@ def test_a_state_is_written_after_its_batch(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(kept_batches, "write_manifest", full)
     batches = kept_batches.KeptBatches(tmp_path / "batches", durable=True)
-    journal = Journal(tmp_path / "journal", batches, {}, None, str)
+    journal = Journal(tmp_path / "journal", batches, {}, None, str, split={})
     batches.keep(1, [])
     with pytest.raises(DiskFullError, match="the disk is full"):
         journal.write(1, {"source": {"gathered": []}}, None)
