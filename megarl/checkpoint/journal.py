@@ -99,8 +99,8 @@ class Journal:
         """Write the state after `step`, when its batches are written. checkpoint: the newest. Raises DiskFullError."""
         self._batches.wait()
         base = None if checkpoint is None else str(checkpoint.resolve())
-        more = {"left_out": self._batches.left_out, "settings": self._settings, "checkpoint": base}
-        more["splits"] = self._splits(0 if checkpoint is None else checkpoint_step(checkpoint))
+        splits = self._splits(0 if checkpoint is None else checkpoint_step(checkpoint))
+        more = {"left_out": self._batches.left_out, "settings": self._settings, "splits": splits, "checkpoint": base}
         begin(self.folder, step, {**state, **more}, self._notice)
         commit(self.folder, step, {})
         retain(self.folder, _STATES, 0, self._notice)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megarl.cluster.base import Cluster, Service, WorkerGroup, host_name
-from megarl.cluster.device_map import Demand
+from megarl.cluster.device_map import Demand, Machines
 from megarl.cluster.failures import CallFailed, ClusterError, ServiceDied, WorkerFailed
 from megarl.platform.base import Platform
 from megarl.platform.device_kind import DeviceKind
@@ -43,9 +43,6 @@ __all__ = [
     "transport",
     "watching_devices",
 ]
-
-Machines = list[tuple[str, int]]
-"""(address, free devices) of each machine of a cluster."""
 
 
 def under_torchrun() -> bool:

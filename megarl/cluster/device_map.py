@@ -13,6 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from megarl.recipe.schema import Recipe
 
+Machines = list[tuple[str, int]]
+"""(address, free devices) of each machine of a cluster."""
+
 
 @dataclass(frozen=True)
 class FixedEngines:

@@ -37,9 +37,7 @@ class ElasticLayouts:
     def __init__(self, recipe: Recipe, demand: Demand) -> None:
         self._recipe, self._demand = recipe, demand
         self._model_size, self._critic_size = model_parallel(recipe.megatron), model_parallel(recipe.critic.megatron)
-        self.own = LayoutSizes(
-            demand.trainers // self._model_size, demand.critics // self._critic_size, demand.engines
-        )
+        self.own = LayoutSizes(demand.trainers // self._model_size, demand.critics // self._critic_size, demand.engines)
         group = recipe.rollout.data_parallel
         least = -(-(recipe.rollout.min_engines or 1) // group) * group
         self._allowed = (

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from megarl import platform as platforms
 from megarl.checkpoint.folder import list_checkpoints
 from megarl.checkpoint.journal import newest_step
-from megarl.cluster import Machines, transport, watching_devices
-from megarl.cluster.device_map import Demand, fits
+from megarl.cluster import transport, watching_devices
+from megarl.cluster.device_map import Demand, Machines, fits
 from megarl.cluster.elastic_layout import ElasticLayouts, LayoutSizes, model_parallel
 from megarl.errors import NotHereError, RecipeError, pluralize
 from megarl.observe.restarts import restart_cause
@@ -98,7 +98,7 @@ def _fits(machines: Machines, demand: Demand, has_devices: bool) -> bool:
     return fits(free, demand) if has_devices else demand.devices <= sum(free)
 
 
-def _there(machines: Sequence[tuple[str, int]]) -> str:
+def _there(machines: Machines) -> str:
     total = sum(count for _, count in machines)
     places = ", ".join(f"{count} on {name}" for name, count in machines) or "no machine"
     return f"{total} {'is' if total == 1 else 'are'} free ({places})"

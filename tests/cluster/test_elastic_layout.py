@@ -96,7 +96,9 @@ def test_a_layout_fits_and_has_the_largest_share(recipe: Recipe, critic: bool, f
     sizes = layouts.choose(on(free))
     assert sizes == layouts_of(recipe, critic=critic).choose(on(free)), "the same devices give the same layout"
     if shared:
-        layouts_by_hand = [followed(own, replicas, recipe) for replicas in range(own.replicas, 0, -1) if replicas % step == 0]
+        layouts_by_hand = [
+            followed(own, replicas, recipe) for replicas in range(own.replicas, 0, -1) if replicas % step == 0
+        ]
         assert sizes == next((each for each in layouts_by_hand if fits(free, layouts.demand(each))), None)
     else:
         candidates = [
@@ -116,7 +118,11 @@ def test_a_layout_fits_and_has_the_largest_share(recipe: Recipe, critic: bool, f
     assert demand.devices <= sum(free)
     assert all(count <= whole for count, whole in zip(sizes, own, strict=True)), "never more than the recipe has"
     plan = place([(str(number), count) for number, count in enumerate(free)], demand, "NPU")
-    assert (len(plan.trainers), len(plan.critics), len(plan.engines)) == (demand.trainers, demand.critics, sizes.engines)
+    assert (len(plan.trainers), len(plan.critics), len(plan.engines)) == (
+        demand.trainers,
+        demand.critics,
+        sizes.engines,
+    )
     assert Demand.of(smaller, trainers=True, engines=True, critic=critic) == demand
     changed = {"cluster", "critic", "rollout"}
     rest = {name: value for name, value in vars(smaller).items() if name not in changed}

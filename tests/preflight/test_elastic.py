@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster import Machines
+from megarl.cluster.device_map import Machines
 from megarl.errors import NotHereError, RecipeError
 from megarl.observe import restarts
 from megarl.preflight import elastic
@@ -69,7 +69,11 @@ def test_only_a_run_that_goes_on_may_shrink(recipe: Recipe, tmp_path: Path, monk
     recipe.train.journal = False
     monkeypatch.setenv(restarts.AFTER, "trainer rank 1 died")
     assert may_shrink(recipe), "it died before its first checkpoint"
-    for section, name, value in (("train", "replay", "runs/a"), ("train", "resume", "never"), ("cluster", "elastic", False)):
+    for section, name, value in (
+        ("train", "replay", "runs/a"),
+        ("train", "resume", "never"),
+        ("cluster", "elastic", False),
+    ):
         former = getattr(getattr(recipe, section), name)
         setattr(getattr(recipe, section), name, value)
         assert not may_shrink(recipe), name
@@ -83,7 +87,9 @@ def test_without_the_key_no_cluster_is_looked_at(recipe: Recipe, monkeypatch: py
 
 
 @pytest.mark.parametrize("machines", [[("a", 4), ("b", 4)], [("a", 8), ("b", 8)], None])
-def test_the_recipes_layout_is_taken_at_once_if_it_fits(machines: Machines | None, recipe: Recipe, looks: Looks) -> None:
+def test_the_recipes_layout_is_taken_at_once_if_it_fits(
+    machines: Machines | None, recipe: Recipe, looks: Looks
+) -> None:
     waits = looks([machines])
     assert fit_to_devices(recipe) == (recipe, []) and not waits
 

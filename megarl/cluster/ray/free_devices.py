@@ -6,14 +6,15 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import ray
-from ray._private.accelerators import get_accelerator_manager_for_resource  # no public API counts devices without a cluster
-from ray._private.state import available_resources_per_node
+from ray._private import (  # no public API counts devices without a cluster, or a node's free resources
+    accelerators,
+    state,
+)
 
+from megarl.cluster.device_map import Machines
 from megarl.cluster.ray.devices import living_nodes
 from megarl.cluster.ray.signals import keep_sigterm_handler
 from megarl.cluster.ray.start import join
-
-Machines = list[tuple[str, int]]  # (address, free devices) of each machine
 
 
 @contextlib.contextmanager
@@ -39,13 +40,13 @@ def _machines(resource: str | None) -> Machines:
     nodes = living_nodes()
     if resource is None:
         return [(node["NodeManagerAddress"], int(node["Resources"].get("CPU", 0))) for node in nodes]
-    free = available_resources_per_node()
+    free = state.available_resources_per_node()
     return [(node["NodeManagerAddress"], int(free.get(node["NodeID"], {}).get(resource, 0))) for node in nodes]
 
 
 def count_here(resource: str) -> int:
     """Return how many devices a private cluster would find on this machine."""
-    manager = get_accelerator_manager_for_resource(resource)
+    manager = accelerators.get_accelerator_manager_for_resource(resource)
     assert manager is not None, resource
     count, visible = manager.get_current_node_num_accelerators(), manager.get_current_process_visible_accelerator_ids()
     return count if visible is None else min(count, len(visible))

@@ -250,7 +250,9 @@ def _wait_for_nodes(
             with keep_sigterm_handler():
                 ray.shutdown()
     if not missing:
-        problem = f"all nodes have joined, with {present} devices instead of {expected}: check DEVICES_PER_NODE on each node."
+        problem = (
+            f"all nodes have joined, with {present} devices instead of {expected}: check DEVICES_PER_NODE on each node."
+        )
         return problem, []
     return _without(topology, task, missing, present)
 
