@@ -274,8 +274,7 @@ def resume(run: Run, checkpoint: Path | None, entry: JournalEntry | None) -> tup
             run.rollbacks.restore(state["rollbacks"])
     run.log.add(retrained_metrics(run))
     text = recovered_text(entry.after, entry.step, time.monotonic() - began)
-    changed = entry.changed_split(run.recipe)
-    _report(run, f"resumed after step {entry.step} from the journal: {text}", differences, changed)
+    _report(run, f"resumed after step {entry.step} from the journal: {text}", differences, entry.changed)
     return entry.step, unlogged
 
 

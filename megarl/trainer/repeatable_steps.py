@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from megarl.checkpoint.journal import Journal, JournalEntry, discard, split_settings, training_settings
+from megarl.checkpoint.journal import Journal, JournalEntry, discard, training_settings
 from megarl.checkpoint.kept_batches import KeptBatches
 from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.schema import Recipe
@@ -94,5 +94,4 @@ def keep_steps(
     if not train.journal:
         discard(folder.journal)
         return repeatable, None
-    settings = training_settings(recipe)
-    return repeatable, Journal(folder.journal, batches, settings, entry, notice, split=split_settings(recipe))
+    return repeatable, Journal(folder.journal, batches, training_settings(recipe), entry, notice)
