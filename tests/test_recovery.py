@@ -281,7 +281,7 @@ def test_norms_that_differ_are_rounding_or_other_weights() -> None:
     assert norms_text([0.02], "bfloat16", changed).endswith(
         " 2 %: rounding, as from a layout that has changed (cluster.trainers 2 -> 1)"
     )
-    assert "stays below 1 % in float32, so the trainers have other weights" in norms_text([0.02], "float32", changed)
+    assert "stays below 0.1 % in float32, so the trainers have other weights" in norms_text([0.02], "float32", changed)
     assert is_rounding([], "float32") and not is_rounding([0.001, math.inf], "bfloat16")
 
 

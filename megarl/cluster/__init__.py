@@ -154,8 +154,8 @@ def watching_devices(recipe: Recipe, kind: DeviceKind) -> Iterator[tuple[Callabl
             yield machines, True
     else:
         assert resource is not None
-        here = [(host_name(), count_here(resource))]
-        yield lambda: here, False
+        local = [(host_name(), count_here(resource))]
+        yield lambda: local, False
 
 
 def _ray_address(recipe: Recipe) -> str | None:

@@ -29,7 +29,7 @@ class LayoutSizes:
 
 
 class ElasticLayouts:
-    """The layouts that a run of `recipe` may take. demand: of the recipe.
+    """The layouts that a run of `recipe` may take. demand: of the recipe. full: sizes of the recipe's layout.
 
     The recipe's layout must be valid: parallel sizes divide the trainers, and engine groups the engines.
     """
@@ -37,13 +37,15 @@ class ElasticLayouts:
     def __init__(self, recipe: Recipe, demand: Demand) -> None:
         self._recipe, self._demand = recipe, demand
         self._model_size, self._critic_size = model_parallel(recipe.megatron), model_parallel(recipe.critic.megatron)
-        self.own = LayoutSizes(demand.trainers // self._model_size, demand.critics // self._critic_size, demand.engines)
+        self.full = LayoutSizes(
+            demand.trainers // self._model_size, demand.critics // self._critic_size, demand.engines
+        )
         group = recipe.rollout.data_parallel
         least = -(-(recipe.rollout.min_engines or 1) // group) * group
         self._allowed = (
-            _multiples(replica_step(recipe.megatron), self.own.replicas),
-            _multiples(replica_step(recipe.critic.megatron), self.own.critic_replicas),
-            [count for count in _multiples(group, self.own.engines) if count >= least],
+            _multiples(replica_step(recipe.megatron), self.full.replicas),
+            _multiples(replica_step(recipe.critic.megatron), self.full.critic_replicas),
+            [count for count in _multiples(group, self.full.engines) if count >= least],
         )
 
     @property
@@ -58,7 +60,7 @@ class ElasticLayouts:
         that are left go to further replicas, then to replicas of the critic, then to engines.
         """
         shares = {
-            Fraction(count, own) for own, allowed in zip(self.own, self._allowed, strict=True) for count in allowed
+            Fraction(count, full) for full, allowed in zip(self.full, self._allowed, strict=True) for count in allowed
         }
         for share in sorted(shares, reverse=True):
             sizes = self._with_share(share)
@@ -102,8 +104,8 @@ class ElasticLayouts:
     def _with_share(self, share: Fraction) -> LayoutSizes:
         """Return the smallest layout with at least this share of the recipe's numbers; on shared devices see `_followed`."""
         counts = [
-            next((count for count in allowed if count >= share * own), 0)
-            for own, allowed in zip(self.own, self._allowed, strict=True)
+            next((count for count in allowed if count >= share * full), 0)
+            for full, allowed in zip(self.full, self._allowed, strict=True)
         ]
         return self._followed(LayoutSizes(*counts))
 
@@ -112,10 +114,10 @@ class ElasticLayouts:
         that is not above the share of the replicas, and at least the smallest number."""
         if not self._demand.shared:
             return sizes
-        share = Fraction(sizes.replicas, self.own.replicas)
+        share = Fraction(sizes.replicas, self.full.replicas)
         counts = [
-            max((count for count in allowed if count <= share * own), default=allowed[0] if allowed else 0)
-            for own, allowed in zip(self.own, self._allowed, strict=True)
+            max((count for count in allowed if count <= share * full), default=allowed[0] if allowed else 0)
+            for full, allowed in zip(self.full, self._allowed, strict=True)
         ]
         return LayoutSizes(sizes.replicas, *counts[1:])
 

@@ -74,21 +74,21 @@ def _wait(
     recipe: Recipe, layouts: ElasticLayouts, look: Callable[[], Machines | None], has_devices: bool, seconds: float
 ) -> Machines | None:
     """Wait until the recipe's layout fits. Returns None then, and after `seconds` the machines that are there."""
-    deadline, own, said = time.monotonic() + seconds, layouts.demand(layouts.own), False
+    deadline, full, printed = time.monotonic() + seconds, layouts.demand(layouts.full), False
     while True:
         machines = look()
-        if machines is None or _fits(machines, own, has_devices):
+        if machines is None or _fits(machines, full, has_devices):
             return None
         if time.monotonic() >= deadline:
             return machines
-        if not said:
+        if not printed:
             print(
-                f"waiting for devices, {seconds:.0f} s at most (cluster.elastic_wait): the recipe needs {own.devices}, and "
-                f"{_there(machines)}",
+                f"waiting for devices, {seconds:.0f} s at most (cluster.elastic_wait): the recipe needs {full.devices}, and "
+                f"{_free_text(machines)}",
                 file=sys.stderr,
                 flush=True,
             )
-            said = True
+            printed = True
         time.sleep(_LOOK_SECONDS)
 
 
@@ -98,7 +98,7 @@ def _fits(machines: Machines, demand: Demand, has_devices: bool) -> bool:
     return fits(free, demand) if has_devices else demand.devices <= sum(free)
 
 
-def _there(machines: Machines) -> str:
+def _free_text(machines: Machines) -> str:
     total = sum(count for _, count in machines)
     places = ", ".join(f"{count} on {name}" for name, count in machines) or "no machine"
     return f"{total} {'is' if total == 1 else 'are'} free ({places})"
@@ -109,11 +109,12 @@ def _notice(layouts: ElasticLayouts, sizes: LayoutSizes, machines: Machines) -> 
     settings = [f"cluster.trainers={demand.trainers}"]
     settings += [f"critic.trainers={demand.critics}"] if demand.critics else []
     settings += [f"rollout.engines={sizes.engines}"] if sizes.engines else []
+    smaller = sizes.replicas < layouts.full.replicas
+    memory = f". Each replica then holds a larger part of the optimizer: see megarl plan RECIPE {' '.join(settings)}"
     return (
-        f"the recipe needs {layouts.demand(layouts.own).devices} devices, and {_there(machines)}: this start goes on with "
-        f"{layouts.text(sizes)} instead of {layouts.text(layouts.own)} (cluster.elastic). Batch and loss stay the same, and a step takes "
-        "longer. Fewer replicas each hold more of the optimizer; the memory of a trainer is shown by: megarl plan RECIPE "
-        f"{' '.join(settings)}. The next start with all devices has the recipe's layout again"
+        f"the recipe needs {layouts.demand(layouts.full).devices} devices, and {_free_text(machines)}: this start goes on with "
+        f"{layouts.text(sizes)} instead of {layouts.text(layouts.full)} (cluster.elastic). Batch and loss stay the same, and a step takes "
+        f"longer{memory if smaller else ''}. The next start with all devices has the recipe's layout again"
     )
 
 
@@ -133,7 +134,7 @@ def _too_few(recipe: Recipe, layouts: ElasticLayouts, machines: Machines) -> Not
     shared = ", on the same devices" if demand.shared else ""
     problem = (
         f"the smallest layout needs {pluralize(demand.devices, 'device')} ({'; '.join(parts)}{shared}), and the run finds too few: "
-        f"{_there(machines)}"
+        f"{_free_text(machines)}"
     )
     least = "lower rollout.min_engines, " if rollout.min_engines else ""
     remedy = (

@@ -129,7 +129,7 @@ def test_steps_that_are_trained_again_in_another_layout_name_it(tmp_path: Path) 
     scale_norms(1.5)
     assert session(recipe_with(1), Death()) is not None
     level, text = newest_notice()
-    assert level == "warning" and "(cluster.trainers 2 -> 1) stays below 1 % in float32" in text
+    assert level == "warning" and "(cluster.trainers 2 -> 1) stays below 0.1 % in float32" in text
 
 
 def test_another_identity_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,32 +78,32 @@ def random_cases(count: int) -> Iterator[tuple[Recipe, bool, list[int]]]:
         yield recipe, choose.random() < 0.3, [choose.randint(0, 9) for _ in range(choose.randint(1, 4))]
 
 
-def smallest_share(sizes: LayoutSizes, own: LayoutSizes) -> Fraction:
-    return min(Fraction(count, whole) for count, whole in zip(sizes, own, strict=True) if whole)
+def smallest_share(sizes: LayoutSizes, full: LayoutSizes) -> Fraction:
+    return min(Fraction(count, whole) for count, whole in zip(sizes, full, strict=True) if whole)
 
 
-def followed(own: LayoutSizes, replicas: int, recipe: Recipe) -> LayoutSizes:
+def followed(full: LayoutSizes, replicas: int, recipe: Recipe) -> LayoutSizes:
     """Return the layout on shared devices with this number of replicas: critics and engines in the same proportion."""
     group = recipe.rollout.data_parallel
-    critics = min(own.critic_replicas, max(1, own.critic_replicas * replicas // own.replicas))
-    return LayoutSizes(replicas, critics, max(1, own.engines * replicas // own.replicas // group) * group)
+    critics = min(full.critic_replicas, max(1, full.critic_replicas * replicas // full.replicas))
+    return LayoutSizes(replicas, critics, max(1, full.engines * replicas // full.replicas // group) * group)
 
 
 @pytest.mark.parametrize(("recipe", "critic", "free"), random_cases(150))
 def test_a_layout_fits_and_has_the_largest_share(recipe: Recipe, critic: bool, free: list[int]) -> None:
     layouts, shared = layouts_of(recipe, critic=critic), recipe.cluster.placement == "colocated"
-    own, step = layouts.own, replica_step(recipe.megatron)
+    full, step = layouts.full, replica_step(recipe.megatron)
     sizes = layouts.choose(on(free))
     assert sizes == layouts_of(recipe, critic=critic).choose(on(free)), "the same devices give the same layout"
     if shared:
         layouts_by_hand = [
-            followed(own, replicas, recipe) for replicas in range(own.replicas, 0, -1) if replicas % step == 0
+            followed(full, replicas, recipe) for replicas in range(full.replicas, 0, -1) if replicas % step == 0
         ]
         assert sizes == next((each for each in layouts_by_hand if fits(free, layouts.demand(each))), None)
     else:
         candidates = [
             LayoutSizes(*each)
-            for each in itertools.product(*(range(1, whole + 1) if whole else [0] for whole in own))
+            for each in itertools.product(*(range(1, whole + 1) if whole else [0] for whole in full))
             if each[0] % step == 0
             and each[2] % recipe.rollout.data_parallel == 0
             and each[2] >= (recipe.rollout.min_engines or 1)
@@ -111,12 +111,12 @@ def test_a_layout_fits_and_has_the_largest_share(recipe: Recipe, critic: bool, f
         ]
         assert (sizes is None) == (not candidates), "a start is refused only if no layout fits"
         if sizes is not None:
-            assert smallest_share(sizes, own) == max(smallest_share(each, own) for each in candidates)
+            assert smallest_share(sizes, full) == max(smallest_share(each, full) for each in candidates)
     if sizes is None:
         return
     demand, smaller = layouts.demand(sizes), layouts.recipe(sizes)
     assert demand.devices <= sum(free)
-    assert all(count <= whole for count, whole in zip(sizes, own, strict=True)), "never more than the recipe has"
+    assert all(count <= whole for count, whole in zip(sizes, full, strict=True)), "never more than the recipe has"
     plan = place([(str(number), count) for number, count in enumerate(free)], demand, "NPU")
     assert (len(plan.trainers), len(plan.critics), len(plan.engines)) == (
         demand.trainers,
@@ -134,7 +134,7 @@ def test_sft_has_no_engines_and_the_teacher_keeps_its_devices() -> None:
     recipe = recipe_of(4)
     recipe.train.source = "sft"
     layouts = layouts_of(recipe)
-    assert layouts.own == LayoutSizes(4, 0, 0) and layouts.choose(on([3])) == LayoutSizes(3, 0, 0)
+    assert layouts.full == LayoutSizes(4, 0, 0) and layouts.choose(on([3])) == LayoutSizes(3, 0, 0)
     assert layouts.recipe(LayoutSizes(3, 0, 0)).rollout.engines == recipe.rollout.engines
     recipe = recipe_of(2, 2)
     recipe.teacher.engines, recipe.teacher.tensor_parallel = 1, 2
@@ -145,7 +145,7 @@ def test_sft_has_no_engines_and_the_teacher_keeps_its_devices() -> None:
 
 def test_a_critic_shrinks_with_the_actor() -> None:
     layouts = layouts_of(recipe_of(4, 2, critics=4), critic=True)
-    assert layouts.own == LayoutSizes(4, 4, 2)
+    assert layouts.full == LayoutSizes(4, 4, 2)
     assert layouts.choose(on([5])) == LayoutSizes(2, 2, 1)
     assert layouts.choose(on([2])) is None and layouts.demand(layouts.least).devices == 3
     shared = layouts_of(recipe_of(4, 2, shared=True, critics=4), critic=True)
@@ -164,6 +164,6 @@ def test_traces_of_missing_ranks_are_left_out() -> None:
 
 def test_layouts_in_words() -> None:
     layouts = layouts_of(recipe_of(8, 2, tp=2, critics=2), critic=True)
-    assert layouts.text(layouts.own) == "8 trainers (4 replicas), 2 critics and 2 engines"
+    assert layouts.text(layouts.full) == "8 trainers (4 replicas), 2 critics and 2 engines"
     assert layouts.text(LayoutSizes(1, 1, 1)) == "2 trainers (1 replica), 1 critic and 1 engine"
     assert layouts_of(recipe_of(2, 2)).text(LayoutSizes(1, 0, 1)) == "1 trainer and 1 engine"

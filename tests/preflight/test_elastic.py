@@ -1,4 +1,4 @@
-"""`cluster.elastic`: which starts may take a smaller layout, how long they wait for devices, and what they say."""
+"""`cluster.elastic`: starts that may take a smaller layout, their wait for devices, and their messages."""
 
 from __future__ import annotations
 
@@ -113,7 +113,13 @@ def test_a_machine_that_stays_away_leaves_a_smaller_layout(recipe: Recipe, looks
         "the recipe needs 8 devices, and 5 are free (4 on a, 1 on b): this start goes on with 3 trainers and 2 engines instead of "
         "4 trainers and 4 engines (cluster.elastic)."
     )
-    assert "megarl plan RECIPE cluster.trainers=3 rollout.engines=2." in notice
+    assert "a larger part of the optimizer: see megarl plan RECIPE cluster.trainers=3 rollout.engines=2." in notice
+
+
+def test_fewer_engines_alone_leave_the_trainers_memory_unmentioned(recipe: Recipe, looks: Looks) -> None:
+    looks([[("a", 4), ("b", 3)]])
+    smaller, (notice,) = fit_to_devices(recipe)
+    assert (smaller.cluster.trainers, smaller.rollout.engines) == (4, 3) and "megarl plan" not in notice
 
 
 def test_devices_of_this_machine_alone_are_not_waited_for(recipe: Recipe, looks: Callable[..., list[float]]) -> None:

@@ -55,8 +55,8 @@ def resolved(directory: Path) -> dict[str, Any]:
 
 
 def test_a_run_goes_on_with_the_devices_that_are_left(quickstart_data: Path, tmp_path: Path, killed: Run) -> None:
-    """Without the key it is refused. With it the numbers are those of an undisturbed run, up to rounding; with all devices back it has
-    its own layout again."""
+    """Without the key it is refused. With it the numbers equal an undisturbed run's, up to rounding. With all devices back it has the
+    recipe's layout again."""
     directory, lines = killed.directory, metrics(killed.directory)
     assert [line["step"] for line in lines] == [1, 2, 3]
     status, output = one_of_two_nodes(quickstart_data, tmp_path, "train.resume=auto")
@@ -67,8 +67,10 @@ def test_a_run_goes_on_with_the_devices_that_are_left(quickstart_data: Path, tmp
     assert status == 0, output
     assert "node rank 1 of 2 did not join within 40 s (MEGARL_JOIN_TIMEOUT): the run goes on without" in output
     assert "1 node has joined" in output and "node rank 1 has left" not in output
-    said = "this start goes on with 1 trainer and 1 engine instead of 2 trainers and 2 engines (cluster.elastic)"
-    assert said in output and any(said in text for text in notices(directory))
+    text_of_layout = (
+        "this start goes on with 1 trainer and 1 engine instead of 2 trainers and 2 engines (cluster.elastic)"
+    )
+    assert text_of_layout in output and any(text_of_layout in text for text in notices(directory))
     assert (resolved(directory)["cluster.trainers"], resolved(directory)["rollout.engines"]) == (1, 1)
     (resumed,) = [text for text in notices(directory) if text.startswith("resumed after step 3 from the journal")]
     assert "from the checkpoint of step 2; steps 3 to 3 were trained again on their batches" in resumed
