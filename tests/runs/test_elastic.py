@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 STEPS = 4
 OWN = ["cluster.trainers=2", "rollout.engines=2", "cluster.placement=disaggregated", "rollout.at_update=drain"]
-MORE = [*OWN, "evaluation.every=0", "train.save_every=2", "train.journal=true"]
+MORE = [*OWN, "evaluation.every=0", "train.save_every=2", "train.journal=true", "train.export_at_end=false"]
 ELASTIC = ["cluster.elastic=true", "cluster.elastic_wait=10", "train.resume=auto"]
 
 
