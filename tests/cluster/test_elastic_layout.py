@@ -148,8 +148,10 @@ def test_a_critic_shrinks_with_the_actor() -> None:
     assert layouts.full == LayoutSizes(4, 4, 2)
     assert layouts.choose(on([5])) == LayoutSizes(2, 2, 1)
     assert layouts.choose(on([2])) is None and layouts.demand(layouts.least).devices == 3
-    shared = layouts_of(recipe_of(4, 2, shared=True, critics=4), critic=True)
-    assert shared.choose(on([2])) == LayoutSizes(2, 2, 1)
+    recipe = recipe_of(4, 2, shared=True, critics=4)
+    assert layouts_of(recipe, critic=True).choose(on([2])) == LayoutSizes(2, 2, 1)
+    recipe.critic.megatron.tensor_parallel = 4
+    assert layouts_of(recipe, critic=True).choose(on([3])) is None, "the critic needs the devices of 4 trainers"
 
 
 def test_traces_of_missing_ranks_are_left_out() -> None:
