@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megarl.recipe.load import flat_settings
 from tests.runs.test_multinode import Nodes
 from tests.support.stack import metrics
-from tests.support.training_runs import SMALL, Run, background_runs, settings, train
+from tests.support.training_runs import SMALL, Run, background_runs, descendants, settings, train
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -39,15 +42,21 @@ def notices(directory: Path) -> list[str]:
     return [json.loads(line)["text"] for line in (directory / "notices.jsonl").read_text().splitlines()]
 
 
-def one_of_two_nodes(data: Path, runs: Path, *more: str) -> tuple[int, str]:
-    """Start the run on the first of two nodes, with two devices each. Returns its exit status and output."""
+@contextlib.contextmanager
+def two_nodes(data: Path, runs: Path, *more: str, join_timeout: int) -> Iterator[Nodes]:
     arguments = settings(data, runs, "elastic", *SMALL, *MORE, f"train.steps={STEPS}", "observe.console=plain", *more)
-    nodes = Nodes(2, ["recipes/quickstart.yaml", *arguments], join_timeout=40)
+    nodes = Nodes(2, ["recipes/quickstart.yaml", *arguments], join_timeout=join_timeout)
     try:
-        nodes.start(0, DEVICES_PER_NODE="2")
-        return nodes.end(0, 1500)
+        yield nodes
     finally:
         nodes.close()
+
+
+def one_of_two_nodes(data: Path, runs: Path, *more: str) -> tuple[int, str]:
+    """Start the run on the first of two nodes, with two devices each. Returns its exit status and output."""
+    with two_nodes(data, runs, *more, join_timeout=40) as nodes:
+        nodes.start(0, DEVICES_PER_NODE="2")
+        return nodes.end(0, 1500)
 
 
 def resolved(directory: Path) -> dict[str, Any]:
@@ -88,3 +97,24 @@ def test_a_run_goes_on_with_the_devices_that_are_left(quickstart_data: Path, tmp
     assert train(quickstart_data, tmp_path, "elastic", *more).returncode == 0
     assert any("cluster.trainers 1 -> 2" in text and "rollout.engines 1 -> 2" in text for text in notices(directory))
     assert len(metrics(directory)) == STEPS + 1
+
+
+def test_a_restart_goes_on_without_a_machine_that_has_died(quickstart_data: Path, tmp_path: Path) -> None:
+    """All processes of a node are killed at once, as in a power cut, and `train.restarts` starts the run on the other one."""
+    directory = tmp_path / "elastic"
+    with two_nodes(quickstart_data, tmp_path, *ELASTIC, "train.restarts=6", join_timeout=300) as nodes:
+        for rank in range(2):
+            nodes.start(rank, DEVICES_PER_NODE="2")
+        deadline = time.monotonic() + 900
+        while not (directory / "metrics.jsonl").exists() or len(metrics(directory)) < 2:
+            assert nodes.processes[0].poll() is None, nodes.end(0, 10)[1]
+            assert time.monotonic() < deadline, "no step was done in time"
+            time.sleep(0.1)
+        node = nodes.processes[1].pid
+        for process in [psutil.Process(node), *descendants(node)]:
+            process.kill()
+        status, output = nodes.end(0, 1500)
+    assert status == 0, output
+    assert "node rank 1 has left" in output and "the run is started again from step" in output
+    assert "this start goes on with 1 trainer and 1 engine instead of 2 trainers and 2 engines" in output
+    assert [line["step"] for line in metrics(directory)] == list(range(1, STEPS + 1))
