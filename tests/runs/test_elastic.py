@@ -16,8 +16,8 @@ import pytest
 
 from megarl.recipe.load import flat_settings
 from tests.runs.test_multinode import Nodes
-from tests.support.stack import metrics
-from tests.support.training_runs import SMALL, Run, background_runs, descendants, settings, train
+from tests.support.stack import metrics, run
+from tests.support.training_runs import SMALL, Run, background_runs, descendants, settings
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -31,11 +31,11 @@ ELASTIC = ["cluster.elastic=true", "cluster.elastic_wait=10", "train.resume=auto
 def killed(quickstart_data: Path, tmp_path: Path) -> Iterator[Run]:
     """A run that was killed after step 3: its checkpoint is of step 2, and its journal of step 3."""
     with background_runs(quickstart_data, tmp_path, *MORE, f"train.steps={STEPS}") as start:
-        run = start("elastic")
-        run.wait_for_steps(3)
-        os.kill(run.process.pid, signal.SIGKILL)
-        run.end(60)
-        yield run
+        training = start("elastic")
+        training.wait_for_steps(3)
+        os.kill(training.process.pid, signal.SIGKILL)
+        training.end(60)
+        yield training
 
 
 def notices(directory: Path) -> list[str]:
@@ -57,6 +57,12 @@ def one_of_two_nodes(data: Path, runs: Path, *more: str) -> tuple[int, str]:
     with two_nodes(data, runs, *more, join_timeout=40) as nodes:
         nodes.start(0, DEVICES_PER_NODE="2")
         return nodes.end(0, 1500)
+
+
+def train(data: Path, runs: Path, name: str, *more: str) -> None:
+    """Train on this machine, which holds both trainers and both engines."""
+    done = run("train", "recipes/quickstart.yaml", *settings(data, runs, name, *SMALL, *MORE, *more), timeout=1500)
+    assert done.returncode == 0, done.stderr
 
 
 def resolved(directory: Path) -> dict[str, Any]:
@@ -85,7 +91,7 @@ def test_a_run_goes_on_with_the_devices_that_are_left(quickstart_data: Path, tmp
     assert "from the checkpoint of step 2; steps 3 to 3 were trained again on their batches" in resumed
     assert "rounding, as from a layout that has changed (cluster.trainers 2 -> 1)" in resumed, resumed
 
-    assert train(quickstart_data, tmp_path, "whole", *SMALL, *MORE, f"train.steps={STEPS}").returncode == 0
+    train(quickstart_data, tmp_path, "whole", f"train.steps={STEPS}")
     whole, again = metrics(tmp_path / "whole"), metrics(directory)
     assert [line["step"] for line in again] == [1, 2, 3, 4] and again[:3] == lines
     for name in ("critic/rewards/mean", "response_length/mean", "perf/total_num_tokens"):
@@ -93,8 +99,7 @@ def test_a_run_goes_on_with_the_devices_that_are_left(quickstart_data: Path, tmp
     for name in ("actor/grad_norm", "actor/pg_loss", "actor/entropy"):
         assert again[3][name] == pytest.approx(whole[3][name], rel=1e-3, abs=1e-6), name
 
-    more = [*SMALL, *MORE, *ELASTIC, f"train.steps={STEPS + 1}"]
-    assert train(quickstart_data, tmp_path, "elastic", *more).returncode == 0
+    train(quickstart_data, tmp_path, "elastic", *ELASTIC, f"train.steps={STEPS + 1}")
     assert any("cluster.trainers 1 -> 2" in text and "rollout.engines 1 -> 2" in text for text in notices(directory))
     assert len(metrics(directory)) == STEPS + 1
 
