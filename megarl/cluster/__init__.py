@@ -128,7 +128,7 @@ def connect(recipe: Recipe, platform: Platform, demand: Demand | None = None) ->
         return TorchrunCluster(
             demand.trainers or None, log_dir(recipe), local, trainer_env=trainer_env, stall=recipe.cluster.stall
         )
-    address = _ray_address(recipe)
+    address = _ray_address(recipe.cluster)
     from megarl.cluster.ray.cluster import RayCluster
     from megarl.cluster.ray.devices import RayDevices
 
@@ -137,13 +137,13 @@ def connect(recipe: Recipe, platform: Platform, demand: Demand | None = None) ->
 
 
 @contextlib.contextmanager
-def watching_devices(recipe: Recipe, kind: DeviceKind) -> Iterator[tuple[Callable[[], Machines | None], bool]]:
-    """Yield a function that returns the free devices of the Ray cluster of `recipe`, and whether machines may join it.
+def watching_devices(cluster: ClusterConfig, kind: DeviceKind) -> Iterator[tuple[Callable[[], Machines | None], bool]]:
+    """Yield a function that returns the free devices of a run's Ray cluster, and whether machines may join it.
 
     The function returns None if processes need no devices and all run on this machine. Starts no process; an existing cluster is
     joined within the block. Raises ValueError as `connect` does.
     """
-    address, resource = _ray_address(recipe), kind.ray_resource
+    address, resource = _ray_address(cluster), kind.ray_resource
     if not address and resource is None:
         yield lambda: None, False
         return
@@ -158,17 +158,17 @@ def watching_devices(recipe: Recipe, kind: DeviceKind) -> Iterator[tuple[Callabl
         yield lambda: local, False
 
 
-def _ray_address(recipe: Recipe) -> str | None:
+def _ray_address(cluster: ClusterConfig) -> str | None:
     """Return the address of the Ray cluster to join, None for a private one, and set the variables that Ray reads at import.
 
     Raises ValueError if Ray is not installed.
     """
     if importlib.util.find_spec("ray") is None:
         raise ValueError(
-            f"cluster.transport is {recipe.cluster.transport}, which resolves to Ray, and Ray is not installed: pip install "
-            f"ray, or start with torchrun --nproc-per-node {recipe.cluster.trainers} -m megarl ... on one machine."
+            f"cluster.transport is {cluster.transport}, which resolves to Ray, and Ray is not installed: pip install "
+            f"ray, or start with torchrun --nproc-per-node {cluster.trainers} -m megarl ... on one machine."
         )
-    address = recipe.cluster.ray_address or os.environ.get("RAY_ADDRESS")
+    address = cluster.ray_address or os.environ.get("RAY_ADDRESS")
     from megarl.cluster.ray import env
 
     env.prepare(private=not address)

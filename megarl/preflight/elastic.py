@@ -60,8 +60,8 @@ def fit_to_devices(recipe: Recipe) -> tuple[Recipe, list[str]]:
     kind = kind_of(platforms.kind(recipe.cluster.device))
     layouts = ElasticLayouts(recipe, demand_of(recipe))
     has_devices = kind.ray_resource is not None
-    with watching_devices(recipe, kind) as (look, may_join):
-        machines = _wait(recipe, layouts, look, has_devices, recipe.cluster.elastic_wait if may_join else 0.0)
+    with watching_devices(recipe.cluster, kind) as (look, may_join):
+        machines = _wait(layouts, look, has_devices, recipe.cluster.elastic_wait if may_join else 0.0)
     if machines is None:
         return recipe, []
     sizes = layouts.choose(lambda demand: _fits(machines, demand, has_devices))
@@ -71,7 +71,7 @@ def fit_to_devices(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 
 def _wait(
-    recipe: Recipe, layouts: ElasticLayouts, look: Callable[[], Machines | None], has_devices: bool, seconds: float
+    layouts: ElasticLayouts, look: Callable[[], Machines | None], has_devices: bool, seconds: float
 ) -> Machines | None:
     """Wait until the recipe's layout fits. Returns None then, and after `seconds` the machines that are there."""
     deadline, full, printed = time.monotonic() + seconds, layouts.demand(layouts.full), False

@@ -39,7 +39,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
         now, waits, left = [0.0], list[float](), list(machines)
 
         @contextlib.contextmanager
-        def watching(recipe: Recipe, kind: Any) -> Iterator[Any]:
+        def watching(cluster: Any, kind: Any) -> Iterator[Any]:
             yield (lambda: left.pop(0) if len(left) > 1 else left[0]), may_join
 
         def sleep(seconds: float) -> None:
