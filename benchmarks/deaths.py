@@ -111,7 +111,7 @@ def settings(out: Path, rule: str) -> list[str]:
         "rollout.engines": ENGINES, "rollout.min_engines": 1, "rollout.step_timeout": 60, "train.save_every": 20,
         "train.grace_seconds": 60, "cluster.trainers": TRAINERS, "cluster.stall": 60, "train.trainer_restarts": 3, "train.restarts": 8,
         "train.journal": "true", "reward.function": "benchmarks.injection:slow_letters",
-        "actor.lr": 1e-5,  # so slow that all steps have a gradient: equal gradient norms of 0 would show nothing
+        "actor.optimizer.lr": 1e-5,  # so slow that all steps have a gradient: equal gradient norms of 0 would show nothing
     }  # fmt: skip
     base_settings = [each for each in settings_of(out, rule) if each.partition("=")[0] not in more]
     return [*base_settings, *(f"{key}={value}" for key, value in more.items())]
