@@ -80,7 +80,7 @@ def test_a_process_not_started_by_ray_is_named(connect, monkeypatch):
 
 
 def test_free_devices_are_counted_before_a_run_reserves_them(connect, one_ray):
-    """Of devices, the ones that no run holds. Of CPUs, all that a machine gives to Ray, since processes reserve none."""
+    """Devices that a run holds are not free. CPUs of a machine all count, since processes reserve none."""
     from megarl.cluster.ray.free_devices import watching
 
     with watching("auto", "NPU") as machines:
