@@ -8,7 +8,7 @@
 #   NODE_RANK, NNODES    which node this is, and of how many (default: the only one)
 #   DEVICES_PER_NODE     devices of each node (default: what Ray finds). Also on a single node, which then starts Ray here
 #   MASTER_PORT          Ray's port on node rank 0 (6379); the next two are used as well
-#   MEGARL_JOIN_TIMEOUT  seconds until every node must have joined (600)
+#   MEGARL_JOIN_TIMEOUT  seconds until every node must have joined (600). With cluster.elastic, a run that goes on then starts without the rest
 #   MEGARL_NODE_IP       this node's address, where it has several
 #   MEGARL_JOIN_DIR      a folder that every node sees; node rank 0 writes the run's secret there (runs_dir)
 #   MEGARL_VENV          the Python environment (.venv)

@@ -7,7 +7,7 @@ resume goes on after the last step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.source import Batch
 from megarl.step import training_step
 from megarl.trainer.reference import refresh_reference_if_due
+from megarl.trainer.repeatable_steps import is_rounding, norms_text
 from megarl.trainer.restarts import TrainerRestarts
 from megarl.types import Metrics
 
@@ -222,7 +223,7 @@ def restart_trainers(run: Run, restarts: TrainerRestarts, trained: int, before: 
         differences = train_again(run, checkpoint, trained)
         run.skipped.reset_to(before.streaks)
         run.checkpoints.trained_step = before.trained_step
-        run.log.notice(recovered_text(checkpoint, trained, differences, time.monotonic() - began))
+        _report(run, recovered_text(checkpoint, trained, time.monotonic() - began), differences)
     run.log.add({**restarts.metrics(), **retrained_metrics(run)})
 
 
@@ -272,21 +273,25 @@ def resume(run: Run, checkpoint: Path | None, entry: JournalEntry | None) -> tup
         if run.rollbacks is not None and state["rollbacks"] is not None:
             run.rollbacks.restore(state["rollbacks"])
     run.log.add(retrained_metrics(run))
-    text = recovered_text(entry.after, entry.step, differences, time.monotonic() - began)
-    run.log.notice(f"resumed after step {entry.step} from the journal: {text}")
+    text = recovered_text(entry.after, entry.step, time.monotonic() - began)
+    _report(run, f"resumed after step {entry.step} from the journal: {text}", differences, entry.changed)
     return entry.step, unlogged
 
 
-def recovered_text(checkpoint: int, trained: int, differences: list[float], seconds: float) -> str:
-    """Return the notice of trainers that have started again from the step of `checkpoint`. differences: of gradient norms."""
+def _report(run: Run, text: str, differences: list[float], changed: Sequence[str] = ()) -> None:
+    """Log that steps were trained again: a warning if their gradient norms differ by more than rounding (`norms_text`)."""
+    dtype = run.recipe.model.dtype
+    text += norms_text(differences, dtype, changed) if differences else ""
+    if is_rounding(differences, dtype):
+        run.log.notice(text)
+    else:
+        run.log.warn(text)
+
+
+def recovered_text(checkpoint: int, trained: int, seconds: float) -> str:
+    """Return the notice of trainers that have started again from the step of `checkpoint`."""
     start = f"the checkpoint of step {checkpoint}" if checkpoint else "the starting model"
     text = f"the trainers have the weights after step {trained} again, in {seconds:.0f} s, from {start}"
     if trained == checkpoint:
         return text
-    text += f"; steps {checkpoint + 1} to {trained} were trained again on their batches"
-    if not differences:
-        return text
-    most = max(differences)
-    return (
-        f"{text}; their gradient norms differ by up to {most:.2g}" if most else f"{text}, with the same gradient norms"
-    )
+    return f"{text}; steps {checkpoint + 1} to {trained} were trained again on their batches"

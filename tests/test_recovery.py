@@ -29,7 +29,7 @@ from megarl.recovery import recovered_text
 from megarl.rollout.source import Batch
 from megarl.train import run_steps
 from megarl.trainer.group import ActorGroup
-from megarl.trainer.repeatable_steps import RepeatableSteps
+from megarl.trainer.repeatable_steps import RepeatableSteps, is_rounding, norms_text
 from megarl.trainer.restarts import TrainerRestarts
 from megarl.trainer.rollbacks import Rollbacks
 from megarl.types import Group, InlineData, Metrics, Sample, SampleTokens
@@ -261,19 +261,28 @@ def test_other_numbers_of_a_repeated_step_are_said() -> None:
     steps.record(3, {"actor/grad_norm": 2.0})
     steps.record(4, {"actor/grad_norm": math.nan})
     assert steps.differences(3, {"actor/grad_norm": 2.0}) == [0.0]
-    assert steps.differences(3, {"actor/grad_norm": 2.25}) == [0.25]
+    assert steps.differences(3, {"actor/grad_norm": 2.5}) == [0.2]
     assert steps.differences(3, {"actor/grad_norm": math.nan}) == [math.inf], "the hardware may be faulty"
     assert steps.differences(4, {"actor/grad_norm": math.nan}) == [0.0]
     assert steps.differences(5, {"actor/grad_norm": 1.0}) == [], "it is trained for the first time"
-    assert recovered_text(0, 2, [], 7.4) == (
+    assert recovered_text(0, 2, 7.4) == (
         "the trainers have the weights after step 2 again, in 7 s, from the starting model; steps 1 to 2 were trained again on "
         "their batches"
     )
-    assert recovered_text(4, 6, [0.0, 0.0], 7.4).endswith(
-        "from the checkpoint of step 4; steps 5 to 6 were trained again on their batches, with the same gradient norms"
+    assert recovered_text(6, 6, 7.4).endswith("from the checkpoint of step 6")
+
+
+def test_norms_that_differ_are_rounding_or_other_weights() -> None:
+    assert norms_text([0.0, 0.0], "float32") == ", with the same gradient norms"
+    assert norms_text([0.0, 2.5e-6], "float32") == (
+        "; their gradient norms differ by up to 0.00025 %: rounding, as from kernels that do not repeat their sums"
     )
-    assert recovered_text(4, 6, [0.0, 0.25], 7.4).endswith("their gradient norms differ by up to 0.25")
-    assert recovered_text(6, 6, [], 7.4).endswith("from the checkpoint of step 6")
+    changed = ["cluster.trainers 2 -> 1"]
+    assert norms_text([0.02], "bfloat16", changed).endswith(
+        " 2 %: rounding, as from a layout that has changed (cluster.trainers 2 -> 1)"
+    )
+    assert "stays below 0.1 % in float32, so the trainers have other weights" in norms_text([0.02], "float32", changed)
+    assert is_rounding([], "float32") and not is_rounding([0.001, math.inf], "bfloat16")
 
 
 def test_an_engine_that_fails_because_a_trainer_has_died_ends_no_run(

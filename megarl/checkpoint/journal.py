@@ -42,9 +42,18 @@ _SPLIT = re.compile(
 
 
 def training_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that must not change between a step and a resume that trains its batch again."""
+    """Return the settings that decide the result of training on a kept batch, and how it is split."""
     settings = flat_settings(to_yaml(recipe))
-    return {key: value for key, value in settings.items() if key.startswith(_TRAINING) and not _SPLIT.fullmatch(key)}
+    return {key: value for key, value in settings.items() if key.startswith(_TRAINING) or _is_split(key)}
+
+
+def _is_split(key: str) -> bool:
+    """Return whether a setting may change between a step and a resume that trains its batch again."""
+    return key == "cluster.trainers" or _SPLIT.fullmatch(key) is not None
+
+
+def _split_of(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if _is_split(key)}
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,8 @@ class JournalEntry:
     path: Path
     after: int
     left_out: tuple[int, ...]  # steps that a rollback has undone: their batches are not trained on again
+    splits: tuple[dict[str, Any], ...] = ()  # settings by which the steps were split at first, of each session
+    changed: tuple[str, ...] = ()  # of these settings, "key before -> now"
 
     @property
     def step(self) -> int:
@@ -79,16 +90,23 @@ class Journal:
         notice: Callable[[str], None],
     ) -> None:
         self.folder, self._batches, self._settings, self._notice = folder, batches, settings, notice
+        self._split, self._earlier = _split_of(settings), earlier
         discard(folder, keep=earlier)
 
     def write(self, step: int, state: dict[str, Any], checkpoint: Path | None) -> None:
         """Write the state after `step`, when its batches are written. checkpoint: the newest. Raises DiskFullError."""
         self._batches.wait()
         base = None if checkpoint is None else str(checkpoint.resolve())
-        more = {"left_out": self._batches.left_out, "settings": self._settings, "checkpoint": base}
+        splits = self._splits(0 if checkpoint is None else checkpoint_step(checkpoint))
+        more = {"left_out": self._batches.left_out, "settings": self._settings, "splits": splits, "checkpoint": base}
         begin(self.folder, step, {**state, **more}, self._notice)
         commit(self.folder, step, {})
         retain(self.folder, _STATES, 0, self._notice)
+
+    def _splits(self, checkpoint: int) -> list[dict[str, Any]]:
+        """Return the splits of the sessions that trained the steps after `checkpoint`."""
+        earlier = self._earlier.splits if self._earlier is not None and self._earlier.step > checkpoint else ()
+        return [*(split for split in earlier if split != self._split), self._split]
 
     def forget_through(self, step: int) -> None:
         """Delete the states up to `step`, for which there is a checkpoint."""
@@ -142,7 +160,12 @@ class JournalSearch:
             state = json.loads((path / "controller.json").read_text())
             if not self._continues(state, checkpoint, by_this_run=by_this_run):
                 return None
-            entry = JournalEntry(path, after, tuple(state["left_out"]))
+            splits, now = (
+                tuple(state.get("splits", ())),
+                _split_of(self.settings),
+            )  # a state of an earlier version has none
+            changes = dict.fromkeys(change for split in splits for change in _changes(split, now))
+            entry = JournalEntry(path, after, tuple(state["left_out"]), splits, tuple(changes))
             problem = self._damaged_batch(entry)
             if problem is None:
                 return entry
@@ -156,7 +179,8 @@ class JournalSearch:
             begins = "the starting model" if base is None else base
             self.notice(f"the journal of step {step} is not used, since it begins at {begins}")
             return False
-        changed = _changes(state["settings"], self.settings)
+        before, now = state["settings"], self.settings
+        changed = [change for key in {**before, **now} if not _is_split(key) for change in _change(key, before, now)]
         if changed:
             more = f", and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
             self.notice(
@@ -174,8 +198,13 @@ class JournalSearch:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    return [f"{key} {plain(before.get(key))} -> {plain(now.get(key))}" for key in keys]
+    return [change for key in {**before, **now} for change in _change(key, before, now)]
+
+
+def _change(key: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return a setting that differs, "key before -> now"; [] if it does not."""
+    values = before.get(key), now.get(key)
+    return [] if values[0] == values[1] else [f"{key} {plain(values[0])} -> {plain(values[1])}"]
 
 
 def newest_step(folder: Path) -> int | None:

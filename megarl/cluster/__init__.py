@@ -11,14 +11,17 @@ Imports neither Ray nor torch until `connect`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megarl.cluster.base import Cluster, Service, WorkerGroup, host_name
-from megarl.cluster.device_map import Demand
+from megarl.cluster.device_map import Demand, Machines
 from megarl.cluster.failures import CallFailed, ClusterError, ServiceDied, WorkerFailed
 from megarl.platform.base import Platform
+from megarl.platform.device_kind import DeviceKind
 from megarl.platform.environment import RoleSettings
 from megarl.recipe.environment import variables
 from megarl.recipe.schema import ClusterConfig, Recipe
@@ -38,6 +41,7 @@ __all__ = [
     "serve",
     "trainer_notices",
     "transport",
+    "watching_devices",
 ]
 
 
@@ -124,17 +128,48 @@ def connect(recipe: Recipe, platform: Platform, demand: Demand | None = None) ->
         return TorchrunCluster(
             demand.trainers or None, log_dir(recipe), local, trainer_env=trainer_env, stall=recipe.cluster.stall
         )
-    if importlib.util.find_spec("ray") is None:
-        raise ValueError(
-            f"cluster.transport is {recipe.cluster.transport}, which resolves to Ray, and Ray is not installed: pip install "
-            f"ray, or start with torchrun --nproc-per-node {recipe.cluster.trainers} -m megarl ... on one machine."
-        )
-    from megarl.cluster.ray import env
-
-    address = recipe.cluster.ray_address or os.environ.get("RAY_ADDRESS")
-    env.prepare(private=not address)
+    address = _ray_address(recipe.cluster)
     from megarl.cluster.ray.cluster import RayCluster
     from megarl.cluster.ray.devices import RayDevices
 
     devices = RayDevices(platform.kind.ray_resource, platform.kind.visible, demand)
     return RayCluster(address, devices, log_dir(recipe), trainer_env=trainer_env, stall=recipe.cluster.stall)
+
+
+@contextlib.contextmanager
+def watching_devices(cluster: ClusterConfig, kind: DeviceKind) -> Iterator[tuple[Callable[[], Machines | None], bool]]:
+    """Yield a function that returns the free devices of a run's Ray cluster, and whether machines may join it.
+
+    The function returns None if processes need no devices and all run on this machine. Starts no process; an existing cluster is
+    joined within the block. Raises ValueError as `connect` does.
+    """
+    address, resource = _ray_address(cluster), kind.ray_resource
+    if not address and resource is None:
+        yield lambda: None, False
+        return
+    from megarl.cluster.ray.free_devices import count_here, watching
+
+    if address:
+        with watching(address, resource) as machines:
+            yield machines, True
+    else:
+        assert resource is not None
+        local = [(host_name(), count_here(resource))]
+        yield lambda: local, False
+
+
+def _ray_address(cluster: ClusterConfig) -> str | None:
+    """Return the address of the Ray cluster to join, None for a private one, and set the variables that Ray reads at import.
+
+    Raises ValueError if Ray is not installed.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError(
+            f"cluster.transport is {cluster.transport}, which resolves to Ray, and Ray is not installed: pip install "
+            f"ray, or start with torchrun --nproc-per-node {cluster.trainers} -m megarl ... on one machine."
+        )
+    address = cluster.ray_address or os.environ.get("RAY_ADDRESS")
+    from megarl.cluster.ray import env
+
+    env.prepare(private=not address)
+    return address

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from megarl.recipe.schema import Recipe
 
+Machines = list[tuple[str, int]]
+"""(address, free devices) of each machine of a cluster."""
+
 
 @dataclass(frozen=True)
 class FixedEngines:
@@ -180,6 +183,12 @@ def place(machines: Sequence[tuple[str, int]], demand: Demand, resource: str) ->
             "Lower these numbers or make them divide the devices of a machine, free devices, or add machines."
         )
     return plan
+
+
+def fits(free: Sequence[int], demand: Demand) -> bool:
+    """Return whether machines with these numbers of free devices can hold `demand`."""
+    is_too_small = demand.shared and max(demand.critics, demand.engine_devices) > demand.trainers
+    return not is_too_small and _place(free, demand) is not None
 
 
 def place_on_cpus(cpus: Sequence[int], demand: Demand) -> DeviceMap:

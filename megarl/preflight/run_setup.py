@@ -8,6 +8,7 @@ from typing import Any
 from megarl import platform as platforms
 from megarl.checkpoint.identity import CONTENTS, data_digest, identity_of, saved_provenance
 from megarl.preflight.data import Prepared
+from megarl.preflight.elastic import fit_to_devices
 from megarl.preflight.engines_and_devices import check_device
 from megarl.preflight.hub_inputs import Commits, fetch_inputs, training_inputs
 from megarl.preflight.provenance import changed_since, provenance_of
@@ -43,9 +44,10 @@ def prepare_run(recipe: Recipe) -> RunSetup:
     recipe = with_absolute_paths(recipe)
     fetched = fetch_inputs(recipe, training_inputs(recipe), check_without_weights)
     recipe, commits = fetched.recipe, fetched.commits
+    recipe, layout = fit_to_devices(recipe)
     prepared = prepare_training(recipe)
     recipe, length = with_steps(recipe, prepared.rows_of_sets)
-    prepared.notices[:0] = fetched.notices + length
+    prepared.notices[:0] = layout + fetched.notices + length
     if length:
         validate(recipe)  # settings that the number of steps bounds
     platform = platforms.select(recipe.cluster.device)

@@ -331,6 +331,15 @@ class ClusterConfig:
         "Seconds after which a call to the trainers ends the run if no rank makes progress: no stack changes, no collective starts, no file is read or written, no compiler runs. The error names the ranks that the others wait for, and the lines that they execute. 0: never.",
         at_least=0,
     )
+    elastic: bool = key(
+        False,
+        "A run that goes on (`train.restarts`, `train.resume`) and finds fewer devices than this recipe needs takes fewer data-parallel replicas and fewer engines, at least `rollout.min_engines`. Batch and loss stay the same. The next start with all devices has this recipe's layout again. Needs Ray. false: such a start is refused. docs/recovery.md has an example.",
+    )
+    elastic_wait: float = key(
+        60.0,
+        "With `elastic`: seconds for which a start waits for the devices of this recipe before it takes fewer. Machines may join meanwhile, and a run that has just ended gives its devices back. With launch/multinode.sh, MEGARL_JOIN_TIMEOUT comes before.",
+        at_least=10,
+    )
     environment: EnvironmentConfig = key(EnvironmentConfig, "")
 
 

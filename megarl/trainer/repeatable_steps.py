@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megarl.checkpoint.journal import Journal, JournalEntry, discard, training_settings
@@ -13,6 +13,10 @@ from megarl.recipe.schema import Recipe
 from megarl.types import Metrics
 
 GRAD_NORM = "actor/grad_norm"
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.1}
+"""By `model.dtype`: largest difference of gradient norms, as a share of the norm, that counts as rounding. The first step in another
+layout differs by 5e-8 in float32 (tests/runs/test_elastic.py); later ones by more, since Adam magnifies the rounding of small gradients.
+In bfloat16 rounding also routes tokens to other experts."""
 
 
 @dataclass
@@ -29,7 +33,8 @@ class RepeatableSteps:
             self._norms[step] = float(metrics[GRAD_NORM])
 
     def differences(self, step: int, metrics: Metrics) -> list[float]:
-        """Return by how much the gradient norm of a repeated step differs from the first one; [] if the step has none.
+        """Return by how much the gradient norm of a repeated step differs from the first one, as a share of the larger one; [] if
+        the step has none.
 
         0: bitwise equal. inf: one of them is NaN.
         """
@@ -38,7 +43,8 @@ class RepeatableSteps:
         first, again = self._norms[step], float(metrics[GRAD_NORM])
         if first == again or (math.isnan(first) and math.isnan(again)):
             return [0.0]
-        return [math.inf if math.isnan(first - again) else abs(first - again)]
+        share = abs(first - again) / max(abs(first), abs(again))
+        return [math.inf if math.isnan(share) else share]
 
     def keep_since(self, checkpoint: int) -> None:
         """Delete batches and norms of the steps up to `checkpoint`, which no restart needs any more."""
@@ -51,6 +57,29 @@ class RepeatableSteps:
         self.batches.leave_out(steps)
         for step in steps:
             self._norms.pop(step, None)
+
+
+def is_rounding(differences: Sequence[float], dtype: str) -> bool:
+    """Return whether `differences` of gradient norms are small enough for rounding in `dtype`, a value of `model.dtype`."""
+    return max(differences, default=0.0) <= ROUNDING[dtype]
+
+
+def norms_text(differences: Sequence[float], dtype: str, changed: Sequence[str] = ()) -> str:
+    """Describe `differences` of gradient norms, the end of a notice. dtype: `model.dtype`.
+
+    changed: settings of the layout that differ between the first and the second training, "key before -> now".
+    """
+    most = max(differences)
+    if not most:
+        return ", with the same gradient norms"
+    text = f"; their gradient norms differ by up to {100 * most:.2g} %"
+    layout = f"a layout that has changed ({', '.join(changed)})" if changed else "kernels that do not repeat their sums"
+    if is_rounding(differences, dtype):
+        return f"{text}: rounding, as from {layout}"
+    return (
+        f"{text}. Rounding from {layout} stays below {100 * ROUNDING[dtype]:g} % in {dtype}, so the trainers have other weights than "
+        "the ones that sampled the next batch. To sample these steps again, set train.resume to the checkpoint's path"
+    )
 
 
 def keep_steps(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -95,6 +96,40 @@ def test_other_settings_of_the_training_leave_the_journal_out(key: str, value: A
     assert again.points.count("after take") == changed.train.steps - (5 if used else 3)
     refusals = [text for text in notices(changed) if text.startswith("the journal of step 5 is not used")]
     assert refusals == [] if used else len(refusals) == 1 and key in refusals[0] and str(value) in refusals[0]
+
+
+def test_steps_that_are_trained_again_in_another_layout_name_it(tmp_path: Path) -> None:
+    """Norms that differ slightly are rounding, since the layout has changed, also two starts ago; large differences are a warning."""
+
+    run = RunDirectory(tmp_path / "run")
+
+    def recipe_with(trainers: int) -> Recipe:
+        def change(recipe: Recipe) -> None:
+            recipe.cluster.trainers, recipe.train.save_every, recipe.model.dtype = trainers, 50, "float32"
+
+        return recipe_of(tmp_path, change)
+
+    def scale_norms(factor: float) -> None:
+        lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+        for line in lines:
+            line["actor/grad_norm"] = line.get("actor/grad_norm", 1.0) * factor
+        run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    def newest_notice() -> tuple[str, str]:
+        lines = [json.loads(line) for line in run.notices.read_text().splitlines()]
+        return [(line["level"], line["text"]) for line in lines if line["text"].startswith("resumed")][-1]
+
+    killed_after(recipe_with(2), 3)
+    scale_norms(1 + 1e-6)
+    killed_after(recipe_with(1), 0)
+    level, text = newest_notice()
+    assert level == "notice" and text.endswith(
+        "%: rounding, as from a layout that has changed (cluster.trainers 2 -> 1)"
+    )
+    scale_norms(1.5)
+    assert session(recipe_with(1), Death()) is not None
+    level, text = newest_notice()
+    assert level == "warning" and "(cluster.trainers 2 -> 1) stays below 0.1 % in float32" in text
 
 
 def test_another_identity_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,3 +77,31 @@ def test_a_process_not_started_by_ray_is_named(connect, monkeypatch):
         cluster.check()
     with pytest.raises(ServiceDied):
         engine.call("scaled", 1).result(timeout=10)
+
+
+def test_free_devices_are_counted_before_a_run_reserves_them(connect, one_ray):
+    """Devices that a run holds are not free. CPUs of a machine all count, since processes reserve none."""
+    from megarl.cluster.ray.free_devices import watching
+
+    with watching("auto", "NPU") as machines:
+        assert wait_until(lambda: machines() == [("127.0.0.1", 4)], 10)
+        cluster = connect(1, 1, 2, npus=True, shared=False)
+        assert wait_until(lambda: machines() == [("127.0.0.1", 1)], 10)
+        cluster.shutdown()
+        assert wait_until(lambda: machines() == [("127.0.0.1", 4)], 10)
+    with watching("auto", None) as machines:
+        connect(2, 2)
+        assert machines() == [("127.0.0.1", 16)]
+    assert one_ray.is_initialized(), "it was connected before"
+
+
+def test_devices_of_a_private_cluster_are_the_visible_ones(monkeypatch):
+    from ray._private.accelerators import NPUAcceleratorManager
+
+    from megarl.cluster.ray.free_devices import count_here
+
+    monkeypatch.setattr(NPUAcceleratorManager, "get_current_node_num_accelerators", staticmethod(lambda: 8))
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    assert count_here("NPU") == 8
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1,5,6")
+    assert count_here("NPU") == 3

@@ -54,7 +54,7 @@ class RayDevices:
 
     def reserve(self) -> None:
         """Reserve the devices of the run. Raises ValueError if the cluster has too few."""
-        nodes = _living_nodes()
+        nodes = living_nodes()
         if self._resource is None:
             plan = place_on_cpus([int(node["Resources"].get("CPU", 0)) for node in nodes], self._demand)
             devices = {slot: _device(nodes[slot[0]]) for slot in plan.parts(separate_engines=False)[0]}
@@ -131,7 +131,7 @@ class RayDevices:
         self._leaving.add(node_id)
 
     def _open_nodes(self) -> list[dict[str, Any]]:
-        return [node for node in _living_nodes() if node["NodeID"] not in self._leaving]
+        return [node for node in living_nodes() if node["NodeID"] not in self._leaving]
 
     def next_engine(self, count: int) -> list[ReservedDevice]:
         """Claim the devices of the next engine, all on one machine."""
@@ -248,15 +248,15 @@ def rank_environments(devices: list[ReservedDevice], master_port: int) -> list[d
 
 def is_alive(node_id: str) -> bool:
     """Return whether Ray lists a machine as alive. Ray notices a loss after some seconds."""
-    return any(node["NodeID"] == node_id for node in _living_nodes())
+    return any(node["NodeID"] == node_id for node in living_nodes())
 
 
 def node_with(resource: str) -> str | None:
     """Return the id of the living node with a resource; None if there is none."""
-    return next((node["NodeID"] for node in _living_nodes() if resource in node["Resources"]), None)
+    return next((node["NodeID"] for node in living_nodes() if resource in node["Resources"]), None)
 
 
-def _living_nodes() -> list[dict[str, Any]]:
+def living_nodes() -> list[dict[str, Any]]:
     """Nodes of the cluster, in the order of their addresses."""
     return sorted(
         (node for node in ray.nodes() if node["Alive"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,11 +52,16 @@ class Members:
     """Watches the member nodes, and prints each departure once."""
 
     def __init__(
-        self, server: RendezvousServer, release: NodeRelease, say: Callable[[str], None], end: Callable[[], None]
+        self,
+        server: RendezvousServer,
+        release: NodeRelease,
+        say: Callable[[str], None],
+        end: Callable[[], None],
+        missing: Collection[int] = (),
     ) -> None:
-        """say: prints a line. end: ends the run, by an exception."""
+        """say: prints a line. end: ends the run, by an exception. missing: ranks that have not joined, and so cannot leave."""
         self._server, self._release, self._say, self._end = server, release, say, end
-        self._reported: set[int] = set()
+        self._reported: set[int] = set(missing)
         self._leaving: set[int] = set()  # their departure has been printed
         self._since: dict[int, float] = {}  # by rank that received a signal: time of the first request
         self._ask_after = 0.0

@@ -33,6 +33,7 @@ from megarl.commands.launch.members import Members, NodeRelease
 from megarl.commands.launch.ray_start import device_resource, ray_command
 from megarl.commands.launch.rendezvous import RendezvousClient, RendezvousServer
 from megarl.commands.launch.topology import Topology, loopback_problem, read_topology
+from megarl.errors import pluralize
 from megarl.platform.kinds import KINDS
 
 # Time for the command to end after a signal; it may be completing a checkpoint. A second signal ends it at once.
@@ -46,12 +47,16 @@ USAGE = 2  # exit status for invalid arguments or environment
 
 @dataclass(frozen=True)
 class _Task:
-    """A command, the device kind and `runs_dir` of its run, and how nodes leave it."""
+    """A command, the device kind and `runs_dir` of its run, and how nodes leave it.
+
+    least_devices: with which the run goes on without nodes that do not join (`cluster.elastic`); None: all nodes must join.
+    """
 
     command: list[str]
     device: str
     runs_dir: str
     release: NodeRelease
+    least_devices: int | None = None
 
 
 class _Interrupted(Exception):
@@ -116,17 +121,17 @@ def _run_head(topology: Topology, task: _Task, environ: dict[str, str], join_fil
     status = 1
     try:
         with _ray(topology, task.device, environ) as (ray_process, log):
-            problem = _wait_for_nodes(topology, task.device, server, ray_process, deadline)
+            problem, missing = _wait_for_nodes(topology, task, server, ray_process, deadline)
             if problem:
                 _say(problem)
                 if ray_process.poll() is not None:
                     _say(_tail(log))
                 return status
             server.begin()
-            nodes = "1 node has" if topology.nodes == 1 else f"{topology.nodes} nodes have"
-            _say(f"{nodes} joined {topology.ray_address}")
+            joined = topology.nodes - len(missing)
+            _say(f"{'1 node has' if joined == 1 else f'{joined} nodes have'} joined {topology.ray_address}")
             with _child(task.command, environ | {"RAY_ADDRESS": topology.ray_address}) as process:
-                status = _wait(process, Members(server, task.release, _say, _end_run).watch)
+                status = _wait(process, Members(server, task.release, _say, _end_run, missing).watch)
             return status
     except _Interrupted as interruption:
         status = interruption.status
@@ -208,9 +213,10 @@ def _report_end(topology: Topology, client: RendezvousClient) -> int:
 
 
 def _wait_for_nodes(
-    topology: Topology, device: str, server: RendezvousServer, ray_process: subprocess.Popen[bytes], deadline: float
-) -> str | None:
-    """Wait until every node and device has joined Ray. Returns the problem, or None if all have joined."""
+    topology: Topology, task: _Task, server: RendezvousServer, ray_process: subprocess.Popen[bytes], deadline: float
+) -> tuple[str | None, list[int]]:
+    """Wait until every node and device has joined Ray. Returns the problem, if there is one, and the ranks of nodes without which the
+    run goes on."""
     import ray
 
     from megarl.cluster.ray.signals import keep_sigterm_handler
@@ -222,11 +228,11 @@ def _wait_for_nodes(
     try:
         while time.monotonic() < deadline:
             if ray_process.poll() is not None:
-                return f"Ray's head ended with exit code {ray_process.returncode}"
+                return f"Ray's head ended with exit code {ray_process.returncode}", []
             for rank, cause in server.failed().items():
-                return f"node rank {rank}: {cause}"
+                return f"node rank {rank}: {cause}", []
             for rank in server.ending():
-                return f"node rank {rank} received a signal to end"
+                return f"node rank {rank} received a signal to end", []
             if not connected:
                 connected = connecting.poll()
                 if connected:
@@ -234,23 +240,38 @@ def _wait_for_nodes(
                 continue
             resources = ray.cluster_resources()
             missing = [rank for rank in range(topology.nodes) if node_resource(rank) not in resources]
-            present = int(resources.get(device_resource(device), 0))
+            present = int(resources.get(device_resource(task.device), 0))
             expected = topology.nodes * (topology.devices_per_node or 0)
             if not missing and present >= expected:
-                return None
+                return None, []
             time.sleep(0.2)
     finally:
         if connected:
             with keep_sigterm_handler():
                 ray.shutdown()
-    ranks = ", ".join(map(str, missing))
-    if missing:
-        return (
-            f"node rank{'s' * (len(missing) > 1)} {ranks} of {topology.nodes} did not join within "
-            f"{topology.join_timeout:.0f} s (MEGARL_JOIN_TIMEOUT). Start this command on every node, with "
-            f"MASTER_ADDR={topology.master}; ports {topology.port} and {topology.port + 1} must be open there."
+    if not missing:
+        problem = (
+            f"all nodes have joined, with {present} devices instead of {expected}: check DEVICES_PER_NODE on each node."
         )
-    return f"all nodes have joined, with {present} devices instead of {expected}: check DEVICES_PER_NODE on each node."
+        return problem, []
+    return _without(topology, task, missing, present)
+
+
+def _without(topology: Topology, task: _Task, missing: list[int], devices: int) -> tuple[str | None, list[int]]:
+    """Return the result of `_wait_for_nodes` after the time for joining. devices: number that has joined."""
+    late = (
+        f"node rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {topology.nodes} did not join within "
+        f"{topology.join_timeout:.0f} s (MEGARL_JOIN_TIMEOUT)"
+    )
+    least = task.least_devices
+    if least is not None and devices >= least:
+        _say(f"{late}: the run goes on without (cluster.elastic), with {pluralize(devices, 'device')}")
+        return None, missing
+    too_few = "" if least is None else f", and the run needs {least} devices to go on, {devices} have joined"
+    return (
+        f"{late}{too_few}. Start this command on every node, with MASTER_ADDR={topology.master}; ports {topology.port} and "
+        f"{topology.port + 1} must be open there."
+    ), []
 
 
 def _end_run() -> None:
@@ -346,13 +367,15 @@ def _task(arguments: list[str]) -> _Task:
         if len(arguments) == 1:
             raise ValueError("no command after --")
         return _Task(arguments[1:], _present_device(), RUNS_DIR, NodeRelease(None, 0.0))
+    from megarl.preflight.elastic import least_devices, may_shrink
     from megarl.preflight.load import load_recipe
 
     recipe = load_recipe(arguments[0], arguments[1:])
     device = recipe.cluster.device
     command = [sys.executable, "-m", "megarl", "train", *arguments]
     release = NodeRelease(Path(recipe.runs_dir).absolute() / recipe.name, recipe.train.grace_seconds)
-    return _Task(command, _present_device() if device == "auto" else device, recipe.runs_dir, release)
+    least = least_devices(recipe) if may_shrink(recipe) else None
+    return _Task(command, _present_device() if device == "auto" else device, recipe.runs_dir, release, least)
 
 
 def _present_device() -> str:

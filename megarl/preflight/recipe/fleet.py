@@ -1,4 +1,4 @@
-"""Checks of `rollout.min_engines`: engines that may die while the run goes on."""
+"""Checks of `rollout.min_engines`, engines that may die while the run goes on, and of `cluster.elastic`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megarl.errors import RecipeError
 from megarl.recipe.derived.at_update import update_rule
-from megarl.recipe.schema import Recipe, RolloutConfig
+from megarl.recipe.schema import ClusterConfig, Recipe, RolloutConfig
 
 
 def fleet_errors(recipe: Recipe) -> Iterator[RecipeError]:
@@ -20,11 +20,10 @@ def fleet_errors(recipe: Recipe) -> Iterator[RecipeError]:
                 "rollout.step_timeout", problem, "leave it out, or set rollout.min_engines", value=rollout.step_timeout
             )
         return
-    if least >= rollout.engines:
+    most = rollout.engines if recipe.cluster.elastic else rollout.engines - 1  # a smaller layout may have just these
+    if least > most:
         problem = f"with rollout.engines={rollout.engines}, each death would leave fewer"
-        yield _error(
-            least, problem, f"set it to {rollout.engines - 1} at most" if rollout.engines > 1 else "leave it out"
-        )
+        yield _error(least, problem, f"set it to {most} at most" if most else "leave it out")
     if recipe.cluster.placement == "colocated":
         problem = "an engine that starts again would load its model while trainers use its devices"
         yield _error(least, problem, "set cluster.placement=disaggregated, or leave it out and set train.restarts")
@@ -45,6 +44,17 @@ def fleet_errors(recipe: Recipe) -> Iterator[RecipeError]:
     if recipe.train.deterministic:
         problem = "the moment of a death changes which engine samples which groups, so a run with train.deterministic would not repeat"
         yield _error(least, problem, "leave it out, and set train.restarts")
+
+
+def elastic_errors(cluster: ClusterConfig) -> Iterator[RecipeError]:
+    """Errors of `cluster.elastic` and `cluster.elastic_wait`."""
+    if cluster.elastic and cluster.transport == "torchrun":
+        problem = "torchrun starts a fixed number of trainers (--nproc-per-node)"
+        yield RecipeError("cluster.elastic", problem, "leave it out, or use Ray", value=True)
+    if not cluster.elastic and cluster.elastic_wait != ClusterConfig().elastic_wait:
+        problem = "without cluster.elastic a start takes all devices of the recipe at once"
+        remedy = "set cluster.elastic=true, or leave it out"
+        yield RecipeError("cluster.elastic_wait", problem, remedy, value=cluster.elastic_wait)
 
 
 def _error(least: int, problem: str, remedy: str) -> RecipeError:

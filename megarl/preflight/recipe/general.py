@@ -21,7 +21,7 @@ from megarl.preflight.recipe.at_update import at_update_errors, staleness_errors
 from megarl.preflight.recipe.critic import critic_errors
 from megarl.preflight.recipe.data import column_errors, data_errors
 from megarl.preflight.recipe.environment import environment_errors
-from megarl.preflight.recipe.fleet import fleet_errors
+from megarl.preflight.recipe.fleet import elastic_errors, fleet_errors
 from megarl.preflight.recipe.judge import judge_errors
 from megarl.preflight.recipe.megatron_ddp import ddp_errors
 from megarl.preflight.recipe.megatron_extra import extra_errors
@@ -95,6 +95,7 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from staleness_errors(recipe)
     yield from at_update_errors(recipe)
     yield from fleet_errors(recipe)
+    yield from elastic_errors(recipe.cluster)
     yield from engine_group_errors(recipe.rollout)
     yield from offload_errors(recipe)
     yield from extra_errors(recipe)

@@ -36,6 +36,9 @@ def _check(recipe: Recipe) -> None:
     if recipe.rollout.min_engines is not None:
         problem = "`megarl serve` ends when an engine dies"
         raise RecipeError("rollout.min_engines", problem, "leave it out", value=recipe.rollout.min_engines)
+    if recipe.cluster.elastic:
+        problem = "`megarl serve` ends when a machine leaves, and its callers decide how it goes on"
+        raise RecipeError("cluster.elastic", problem, "leave it out", value=True)
     if recipe.train.source != "rollout":
         problem = f"the recipe has no engines (train.source={recipe.train.source}), so no caller could sample"
         raise RecipeError(

@@ -194,6 +194,7 @@ def test_an_open_server_is_announced() -> None:
         ("megatron", "moe_z_loss_coef", 0.1),
         ("megatron", "routing_replay", "old_log_probs"),
         ("rollout", "min_engines", 1),
+        ("cluster", "elastic", True),
         ("train", "source", "sft"),
     ],
 )
