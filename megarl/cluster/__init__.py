@@ -18,6 +18,7 @@ from pathlib import Path
 from megarl.cluster.base import Cluster, Service, WorkerGroup, host_name
 from megarl.cluster.device_map import Demand
 from megarl.cluster.failures import CallFailed, ClusterError, ServiceDied, WorkerFailed
+from megarl.cluster.keeper import KeeperAddress
 from megarl.platform.base import Platform
 from megarl.platform.environment import RoleSettings
 from megarl.recipe.environment import variables
@@ -132,9 +133,12 @@ def connect(recipe: Recipe, platform: Platform, demand: Demand | None = None) ->
     from megarl.cluster.ray import env
 
     address = recipe.cluster.ray_address or os.environ.get("RAY_ADDRESS")
+    keeper = KeeperAddress.of_environment(os.environ)
     env.prepare(private=not address)
     from megarl.cluster.ray.cluster import RayCluster
     from megarl.cluster.ray.devices import RayDevices
 
     devices = RayDevices(platform.kind.ray_resource, platform.kind.visible, demand)
-    return RayCluster(address, devices, log_dir(recipe), trainer_env=trainer_env, stall=recipe.cluster.stall)
+    return RayCluster(
+        address, devices, log_dir(recipe), trainer_env=trainer_env, stall=recipe.cluster.stall, keeper=keeper
+    )
