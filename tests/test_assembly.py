@@ -101,7 +101,9 @@ def build(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, **prepa
     )
     cluster = Cluster()
     directory = RunDirectory(folder / "run")
-    place = SimpleNamespace(directory=directory, identity={"seed": 1}, notices=[], checkpoint=None, journal=None, resumes=(0, False))
+    place = SimpleNamespace(
+        directory=directory, identity={"seed": 1}, notices=[], checkpoint=None, journal=None, resumes=(0, False)
+    )
     setup: Any = RunSetup(recipe, data, CPUPlatform(), place, None)  # type: ignore[arg-type]
     with RunLog(recipe, directory, 1, recipe.train.steps) as log:
         return build_run(setup, cluster, log), cluster  # type: ignore[arg-type]

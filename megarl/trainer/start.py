@@ -14,7 +14,7 @@ from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.derived.offload import offloads
 from megarl.recipe.schema import TrainConfig
 from megarl.trainer.group import ActorGroup, CriticGroup, require_shared_storage
-from megarl.trainer.kept import Way, settings_of, way_to_weights
+from megarl.trainer.kept import Way, judge_kept, settings_of
 from megarl.trainer.restarts import TrainerRestarts
 from megarl.weight_sync.placement import Occupant, Placement
 
@@ -58,22 +58,10 @@ class Learners:
             learners.critic_on_devices = Occupant(critic, offload=offloads(view, platform))
             learners.critic_on_devices.offload()
             critic.describe()
-        learners._judge_kept(recipe, cluster, *resumes)
+        step, has_checkpoint = resumes
+        if judge_kept(learners.groups, recipe, step, has_checkpoint=has_checkpoint) is Way.START:
+            learners.restart(recipe, cluster, Placement())
         return learners
-
-    def _judge_kept(self, recipe: Recipe, cluster: Cluster, step: int, has_checkpoint: bool) -> None:
-        """Decide whether processes of an earlier controller go on after `step`. Starts new ones if they cannot come to its weights."""
-        groups = self.groups
-        if not any(group.workers.kept for group in groups):
-            return
-        held = [rank for group in groups for rank in group.held_steps()]
-        refreshes = recipe.algorithm.refresh_reference_every > 0
-        way = way_to_weights(held, step, has_checkpoint=has_checkpoint, refreshes_reference=refreshes)
-        if way is Way.START:
-            self.restart(recipe, cluster, Placement())
-        elif way is Way.GO_ON:
-            for group in groups:
-                group.outlived_at = step
 
     @property
     def groups(self) -> list[ActorGroup | CriticGroup]:

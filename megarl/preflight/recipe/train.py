@@ -8,7 +8,6 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.errors import RecipeError, pluralize
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.critic_view import critic_view
-from megarl.recipe.derived.offload import offloads
 from megarl.recipe.schema import Recipe, TrainConfig
 
 Errors = Iterator[RecipeError]
@@ -68,7 +67,7 @@ def keep_workers_errors(recipe: Recipe) -> Errors:
         yield _keep_error(train, problem, "set cluster.placement=disaggregated, or leave it out")
     learners = {"": recipe} | ({"critic.": critic_view(recipe)} if uses_critic(recipe.algorithm) else {})
     for prefix, learner in learners.items():
-        if offloads(learner):
+        if learner.megatron.offload:
             problem = (
                 f"a new controller does not know whether the trainers are offloaded ({prefix}megatron.offload=true)"
             )
