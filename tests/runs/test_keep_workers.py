@@ -40,7 +40,9 @@ def kill_and_measure(run_dir: Path, lines: int, process: subprocess.Popen[str]) 
     """Kill the controller after `lines` of metrics. Returns the seconds until the next line is there."""
     killed = kill_after(run_dir, lines, process)
     count, began = len(metrics_so_far(run_dir)), time.monotonic()
-    while not (run_dir / "run.lock").read_text() or controller(run_dir) == killed:  # a new controller empties the file first
+    while (
+        not (run_dir / "run.lock").read_text() or controller(run_dir) == killed
+    ):  # a new controller empties the file first
         assert process.poll() is None
         time.sleep(0.05)
     return wait_for_lines(run_dir, count + 1, process) - began

@@ -183,6 +183,7 @@ class RayDevices:
     def leave(self, node_id: str) -> None:
         """Start no further process on a node, which leaves the cluster."""
         self._leaving.add(node_id)
+        self._on_change()
 
     def _open_nodes(self) -> list[dict[str, Any]]:
         return [node for node in _living_nodes() if node["NodeID"] not in self._leaving]
