@@ -54,8 +54,8 @@ def test_processes_without_devices_start_beyond_the_number_of_cpus(connect):
 
 def test_a_process_not_started_by_ray_is_named(connect, monkeypatch):
     """Processes reserve more of a device than it has, for which Ray would wait forever."""
-    from megarl.cluster.ray import group as ray_group
     from megarl.cluster.ray import devices as ray_devices
+    from megarl.cluster.ray import group as ray_group
     from megarl.cluster.ray import service as ray_service
 
     assert wait_until(lambda: free_npus() == 4, 10)

@@ -36,15 +36,18 @@ def wait_for_lines(run_dir: Path, count: int, process: subprocess.Popen[str]) ->
     return time.monotonic()
 
 
+def wait_for_controller(run_dir: Path, killed: int, process: subprocess.Popen[str]) -> None:
+    """Wait for the controller after the `killed` one, which empties the file first."""
+    while not (run_dir / "run.lock").read_text() or controller(run_dir) == killed:
+        assert process.poll() is None
+        time.sleep(0.05)
+
+
 def kill_and_measure(run_dir: Path, lines: int, process: subprocess.Popen[str]) -> float:
     """Kill the controller after `lines` of metrics. Returns the seconds until the next line is there."""
     killed = kill_after(run_dir, lines, process)
     count, began = len(metrics_so_far(run_dir)), time.monotonic()
-    while (
-        not (run_dir / "run.lock").read_text() or controller(run_dir) == killed
-    ):  # a new controller empties the file first
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_for_controller(run_dir, killed, process)
     return wait_for_lines(run_dir, count + 1, process) - began
 
 
@@ -68,16 +71,21 @@ def test_workers_outlive_their_controller(quickstart_data: Path, tmp_path: Path)
     assert_ended(started)
 
 
-def test_nothing_outlives_the_command(quickstart_data: Path, tmp_path: Path) -> None:
-    """`megarl train` and the controller are killed together: the keeper ends all processes within 10 s."""
+@pytest.mark.parametrize("controller_lives", [False, True])
+def test_nothing_outlives_the_command(quickstart_data: Path, tmp_path: Path, controller_lives: bool) -> None:
+    """`megarl train` is killed, without a controller or with one that saves a checkpoint first: the keeper ends all processes."""
     run_dir = tmp_path / "run"
-    process = start(settings(quickstart_data, tmp_path, "run", *RUN, *KEEP))
-    kill_after(run_dir, 1, process)
+    process = start(settings(quickstart_data, tmp_path, "run", *RUN, *KEEP, "train.steps=500"))
+    killed = kill_after(run_dir, 1, process)
+    if controller_lives:
+        wait_for_controller(run_dir, killed, process)
+        wait_for_lines(run_dir, len(metrics_so_far(run_dir)) + 1, process)
     started = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
     assert len(started) > 3
-    assert_ended(started, 10)
+    assert_ended(started, 20 if controller_lives else 10)
+    assert not controller_lives or any("was saved before the end" in text for text in notices(run_dir))
 
 
 def test_workers_end_when_their_time_is_over(quickstart_data: Path, tmp_path: Path) -> None:
