@@ -22,10 +22,11 @@ from typing import Any
 import megarl
 from megarl.atomic_files import write_atomically
 from megarl.cluster.ray.env import authentication
+from megarl.cluster.sigstop_watch import process_fields
 from megarl.errors import ProcessFailure
 from megarl.recipe.schema import Recipe
 
-VARIABLE = "MEGARL_KEEPER"  # path of the file with the keeper's address
+VARIABLE = "MEGARL_KEEPER"  # the keeper's process id, a colon, and the path of the file with its address
 MODULE = "megarl.cluster.ray.keeper_main"
 START_SECONDS = 180.0  # time for the keeper to start Ray
 END_SECONDS = 30.0  # time for the keeper to end
@@ -66,9 +67,9 @@ class KeeperAddress:
 
         Waits until the keeper has started. Raises ProcessFailure if it cannot start.
         """
-        path = environ.get(VARIABLE)
-        if not path:
+        if not environ.get(VARIABLE):
             return None
+        pid, _, path = environ[VARIABLE].partition(":")
         deadline = time.monotonic() + START_SECONDS
         while (keeper := cls.read(Path(path))) is None:
             if time.monotonic() > deadline:
@@ -76,6 +77,8 @@ class KeeperAddress:
                     f"the process that keeps the workers (train.keep_workers) has not started Ray within {START_SECONDS:.0f} s. Try again "
                     "when the machine's load is lower; Ray's logs are in /tmp/ray/session_latest/logs."
                 )
+            if process_fields(int(pid))[:1] in ([], ["Z"]) and not Path(path).exists():
+                raise ProcessFailure("the process that keeps the workers (train.keep_workers) has ended, or was killed")
             time.sleep(_POLL)
         if keeper.problem:
             raise ProcessFailure(
@@ -102,7 +105,7 @@ class KeeperProcess:
     @property
     def env(self) -> dict[str, str]:
         """Variables by which the controller finds the keeper."""
-        return {VARIABLE: str(self._file)}
+        return {VARIABLE: f"{self._process.pid}:{self._file}"}
 
     def alive(self) -> bool:
         """Return whether the keeper can serve another controller."""

@@ -36,13 +36,15 @@ def test_the_keepers_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     assert KeeperAddress.of_environment({}) is None
     address.write(file)
-    assert KeeperAddress.of_environment({VARIABLE: str(file)}) == address
+    assert KeeperAddress.of_environment({VARIABLE: f"{os.getpid()}:{file}"}) == address
     KeeperAddress(problem="no memory").write(file)
     with pytest.raises(ProcessFailure, match=r"train\.keep_workers\) has failed: no memory"):
-        KeeperAddress.of_environment({VARIABLE: str(file)})
+        KeeperAddress.of_environment({VARIABLE: f"{os.getpid()}:{file}"})
+    with pytest.raises(ProcessFailure, match="has ended, or was killed"):
+        KeeperAddress.of_environment({VARIABLE: f"{1 << 30}:{tmp_path / 'missing'}"})
     monkeypatch.setattr("megarl.cluster.keeper.START_SECONDS", 0.0)
     with pytest.raises(ProcessFailure, match="has not started Ray within 0 s"):
-        KeeperAddress.of_environment({VARIABLE: str(tmp_path / "missing")})
+        KeeperAddress.of_environment({VARIABLE: f"{os.getpid()}:{tmp_path / 'missing'}"})
 
 
 def test_the_digest_of_settings() -> None:
@@ -91,9 +93,13 @@ def test_workers_of_a_controller_that_dies(keeper: KeeperProcess, environ: dict[
 
 @pytest.mark.stack
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("how", ["closed", "killed"])
+@pytest.mark.parametrize("how", ["closed", "killed", "joined"])
 def test_nothing_outlives_the_keeper(how: str, environ: dict[str, str], tmp_path: Path) -> None:
-    keeper = KeeperProcess("", 60.0, environ)
+    """Also workers in a cluster that the keeper has joined: here, that of another keeper."""
+    cluster = KeeperProcess("", 60.0, environ) if how == "joined" else None
+    address = KeeperAddress.of_environment(cluster.env) if cluster is not None else KeeperAddress()
+    assert address is not None
+    keeper = KeeperProcess(address.address, 60.0, environ)
     controller = Controller(tmp_path, environ | keeper.env)
     trainers, engines, *_ = controller.workers()
     processes = psutil.Process(keeper._process.pid).children(recursive=True)
@@ -108,6 +114,9 @@ def test_nothing_outlives_the_keeper(how: str, environ: dict[str, str], tmp_path
     controller.process.kill()
     controller.process.communicate()
     keeper.close()
+    if cluster is not None:
+        assert cluster.alive()
+        cluster.close()
 
 
 @pytest.mark.stack

@@ -56,9 +56,6 @@ class TrainerActor:
         controller), and whether its worker has a ``shutdown``."""
         return self._place, self._settings, hasattr(self._worker, "shutdown")
 
-    def end(self) -> None:
-        """Return at once. The call fails if this process is killed before."""
-
     def call(self, method: str, args: tuple[Any, ...]) -> Returned | Raised:
         outcome = run(lambda: getattr(self._worker, method)(*args))
         if isinstance(outcome, Raised):
@@ -125,10 +122,6 @@ class ServiceActor:
             outcome = await answer(self._target, "release", ())
             settings = self._settings if outcome == Returned(True) else ""
         return self._place, settings, True
-
-    async def end(self) -> None:
-        """Never return: the call ends when this process ends."""
-        await self.lifetime()
 
     async def constructed(self) -> Returned | Raised:
         await self._ready.wait()

@@ -7,6 +7,7 @@ orphan reaper ends them on this machine, and Ray on others.
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 import time
@@ -106,4 +107,6 @@ def _keep(nursery: Any, unattended: Unattended, *, private: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])))
+    status = main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
+    sys.stderr.flush()
+    os._exit(status)  # Ray's exit handlers may wait for processes that have ended

@@ -164,9 +164,11 @@ class KeepersProcesses:
     def _end(self, names: Sequence[str]) -> None:
         """Kill workers of the controller before, and wait for their end: others take their devices."""
         places = [place for place, _, _ in map(self._answer, names) if place is not None]
-        ends = [self._actors[name].end.remote() for name in names]  # after a call that runs; killed before
+        ends = []
         for name in names:
-            ray.kill(self._actors.pop(name))
+            actor = self._actors.pop(name)
+            ray.kill(actor)
+            ends.append((actor.lifetime if name.startswith("service ") else actor.ping).remote())
             self._answers.pop(name)
         if ends:
             ray_wait(ends, num_returns=len(ends), timeout=END_SECONDS)
