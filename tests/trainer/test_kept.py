@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from megarl.preflight.recipe.train import keep_workers_errors
 from megarl.recipe.schema import Recipe
 from megarl.trainer.kept import Way, settings_of, way_to_weights
+from megarl.trainer.worker import Worker
 
 
 @pytest.mark.parametrize(
@@ -29,6 +33,24 @@ def test_the_way_to_the_weights(
     held: list[int | None], step: int, has_checkpoint: bool, refreshes: bool, way: Way
 ) -> None:
     assert way_to_weights(held, step, has_checkpoint=has_checkpoint, refreshes_reference=refreshes) is way
+
+
+def test_a_rank_holds_no_weights_that_have_changed() -> None:
+    rank: Any = Worker.__new__(Worker)
+    rank.trainer = SimpleNamespace(step=4, load=lambda folder: None)
+    rank.check_weights, rank.save, rank._held = lambda event: None, None, (0, 0)
+    assert rank.held_step() is None
+    rank.hold(2)
+    assert rank.held_step() == 2
+    rank.trainer.step += 1  # an update
+    assert rank.held_step() is None
+    rank.hold(3)
+    rank.load("checkpoint")  # with the same number of optimizer steps
+    assert rank.held_step() is None
+    ended: list[bool] = []
+    rank.save = SimpleNamespace(abandon=lambda: ended.append(True))
+    rank.hold(4)
+    assert rank.held_step() == 4 and ended, "its save has ended"
 
 
 def test_settings_that_must_be_equal() -> None:
