@@ -110,7 +110,7 @@ def test_nothing_outlives_the_keeper(how: str, environ: dict[str, str], tmp_path
         keeper.close()
     else:
         keeper._process.kill()
-    assert wait_until(lambda: not any(map(alive, [*workers, *(each.pid for each in processes)])), 10)
+    assert wait_until(lambda: not any(map(alive, [*workers, *(each.pid for each in processes)])), 20)
     controller.process.kill()
     controller.process.communicate()
     keeper.close()
