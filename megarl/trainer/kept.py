@@ -8,6 +8,7 @@ from enum import Enum
 
 from megarl.cluster.keeper import digest_of
 from megarl.recipe import Recipe
+from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.trainer.group import TrainerGroup
 
 
@@ -31,7 +32,9 @@ def way_to_weights(held: Sequence[int | None], step: int, *, has_checkpoint: boo
     return Way.LOAD if has_checkpoint and not refreshes_reference else Way.START
 
 
-def judge_kept(groups: Sequence[TrainerGroup], recipe: Recipe, step: int, *, has_checkpoint: bool) -> Way | None:
+def judge_kept(
+    groups: Sequence[TrainerGroup], algorithm: AlgorithmConfig, step: int, *, has_checkpoint: bool
+) -> Way | None:
     """Return how the processes of actor and critic come to the weights after `step`; None if all of them are new.
 
     Sets `outlived_at` of groups that hold them. has_checkpoint: see `way_to_weights`.
@@ -39,7 +42,7 @@ def judge_kept(groups: Sequence[TrainerGroup], recipe: Recipe, step: int, *, has
     if not any(group.workers.kept for group in groups):
         return None
     held = [rank for group in groups for rank in group.held_steps()]
-    refreshes = recipe.algorithm.refresh_reference_every > 0
+    refreshes = algorithm.refresh_reference_every > 0
     way = way_to_weights(held, step, has_checkpoint=has_checkpoint, refreshes_reference=refreshes)
     for group in groups:
         group.outlived_at = step if way is Way.GO_ON else None

@@ -59,7 +59,7 @@ class Learners:
             learners.critic_on_devices.offload()
             critic.describe()
         step, has_checkpoint = resumes
-        if judge_kept(learners.groups, recipe, step, has_checkpoint=has_checkpoint) is Way.START:
+        if judge_kept(learners.groups, recipe.algorithm, step, has_checkpoint=has_checkpoint) is Way.START:
             learners.restart(recipe, cluster, Placement())
         return learners
 

@@ -254,7 +254,7 @@ def run_session(
         if outlived is not None:
             outlived.point, outlived.kept = point, True
         step, has_checkpoint = place.resumes
-        if judge_kept([actor], recipe, step, has_checkpoint=has_checkpoint) is Way.START:
+        if judge_kept([actor], recipe.algorithm, step, has_checkpoint=has_checkpoint) is Way.START:
             actor.workers = cast(Any, RememberingWorkers(point))
         starts(cast(Any, actor.workers))
         actor.describe()
