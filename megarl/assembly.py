@@ -281,7 +281,7 @@ def _start_processes(setup: RunSetup, cluster: Cluster, log: RunLog) -> Started:
         descriptions = wait_until_asleep(engines, loading, limit)
         log.reached("engines are loaded, and sleep")
     flops, critic_flops = setup.prepared.flops, setup.prepared.critic_flops
-    learners = Learners.start(recipe, cluster, platform.name, folder.path, flops, critic_flops)
+    learners = Learners.start(recipe, cluster, platform.name, folder.path, flops, critic_flops, setup.place.resumes)
     log.reached("trainers have the model")
     descriptions = descriptions or wait_for_start(engines, loading, doing="load", limit=limit)
     wait_for_start(fixed, loading_fixed, doing="load", limit=limit)

@@ -66,10 +66,18 @@ def save_step(run: Run, step: int) -> None:
     """Refresh the reference policy, and save a checkpoint and the journal, if the recipe says so. Raises StopRequested after
     SIGTERM."""
     refresh_reference_if_due(run.actor, run.log, run.recipe.algorithm, step)
+    note_held_step(run, step)
     run.checkpoints.save_if_due(step)
     run.checkpoints.write_journal(step, {"rollbacks": run.rollbacks.state() if run.rollbacks is not None else None})
     run.forget_saved_steps()
     run.checkpoints.stop.check()
+
+
+def note_held_step(run: Run, step: int) -> None:
+    """With `train.keep_workers`, note in the trainers that they hold the weights after `step`, for another controller."""
+    if run.recipe.train.keep_workers:
+        for group in filter(None, (run.actor, run.critic)):
+            group.hold(step)
 
 
 def finish_step(run: Run, step: int) -> None:
@@ -257,22 +265,34 @@ def resume(run: Run, checkpoint: Path | None, entry: JournalEntry | None) -> tup
 
     Returns the last step, and its metrics if its line was never written.
     """
+    done, unlogged = _restore(run, checkpoint, entry)
+    note_held_step(run, done)
+    return done, unlogged
+
+
+def _restore(run: Run, checkpoint: Path | None, entry: JournalEntry | None) -> tuple[int, Metrics | None]:
+    outlived = run.actor.outlived_at is not None
+    if outlived:
+        run.log.notice(kept_text(run, run.actor.outlived_at))
     if entry is None:
-        return run.checkpoints.resume(checkpoint) if checkpoint is not None else (0, None)
+        return run.checkpoints.resume(checkpoint, load=not outlived) if checkpoint is not None else (0, None)
     began = time.monotonic()
     with run.log.phase("load"):
-        run.checkpoints.begin_at(checkpoint)
+        run.checkpoints.begin_at(checkpoint, load=not outlived)
     with run.log.phase("recovery"):
         assert run.repeatable is not None
         state = load_state(entry.path)
         run.repeatable.batches.leave_out(entry.left_out)
         for line in [*read_metrics(run.log.run_dir.metrics), {**state["metrics"], "step": entry.step}]:
             run.repeatable.record(int(line["step"]), line)
-        differences = train_again(run, entry.after, entry.step)
-        unlogged = run.checkpoints.go_on_with(state)
+        differences = [] if outlived else train_again(run, entry.after, entry.step)
+        unlogged = run.checkpoints.go_on_with(state, restore=outlived)
         if run.rollbacks is not None and state["rollbacks"] is not None:
             run.rollbacks.restore(state["rollbacks"])
     run.log.add(retrained_metrics(run))
+    if outlived:
+        run.log.notice(f"resumed after step {entry.step} from the journal")
+        return entry.step, unlogged
     text = recovered_text(entry.after, entry.step, time.monotonic() - began)
     _report(run, f"resumed after step {entry.step} from the journal: {text}", differences, entry.changed)
     return entry.step, unlogged
@@ -286,6 +306,13 @@ def _report(run: Run, text: str, differences: list[float], changed: Sequence[str
         run.log.notice(text)
     else:
         run.log.warn(text)
+
+
+def kept_text(run: Run, step: int | None) -> str:
+    """Return the notice of trainers, and perhaps engines, that have outlived their controller and hold the weights after `step`."""
+    trainers = pluralize(sum(group.size for group in filter(None, (run.actor, run.critic))), "trainer")
+    engines = pluralize(sum(engine.service.kept for engine in run.profiling.engines), "engine")
+    return f"{trainers} and {engines} have outlived the controller. The trainers hold the weights after step {step}: nothing is loaded"
 
 
 def recovered_text(checkpoint: int, trained: int, seconds: float) -> str:

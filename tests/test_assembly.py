@@ -47,7 +47,7 @@ class Workers:
     """Two trainer processes that record their calls."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
-        self.name, self.calls, self.size = name, calls, 2
+        self.name, self.calls, self.size, self.kept = name, calls, 2, False
 
     def call(self, method: str, *args: Any) -> list[Any]:
         self.calls.append(f"{self.name}.{method}")
@@ -101,7 +101,9 @@ def build(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, **prepa
     )
     cluster = Cluster()
     directory = RunDirectory(folder / "run")
-    place = SimpleNamespace(directory=directory, identity={"seed": 1}, notices=[], checkpoint=None, journal=None)
+    place = SimpleNamespace(
+        directory=directory, identity={"seed": 1}, notices=[], checkpoint=None, journal=None, resumes=(0, False)
+    )
     setup: Any = RunSetup(recipe, data, CPUPlatform(), place, None)  # type: ignore[arg-type]
     with RunLog(recipe, directory, 1, recipe.train.steps) as log:
         return build_run(setup, cluster, log), cluster  # type: ignore[arg-type]

@@ -201,38 +201,49 @@ class Checkpoints:
     def _load(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Load weights, KL weight and gradient norms. Says so if the run does not continue bit for bit."""
         notices = self.load_weights(checkpoint)
-        if self.kl_weight.target is not None and state.get("kl_weight") is not None:
-            self.kl_weight.value = state["kl_weight"]
-        self.skipped.restore_norms(state.get("grad_norms", {}))
+        self._restore_what_trainers_change(state)
         notice = next((notice for notice in notices if notice is not None), None)
         if notice is not None:
             self.log.notice(notice)
 
-    def resume(self, checkpoint: Path) -> tuple[int, Metrics | None]:
-        """Restore the run. Returns the checkpoint's step, and the step's metrics if its line was never written."""
+    def _restore_what_trainers_change(self, state: dict[str, Any]) -> None:
+        if self.kl_weight.target is not None and state.get("kl_weight") is not None:
+            self.kl_weight.value = state["kl_weight"]
+        self.skipped.restore_norms(state.get("grad_norms", {}))
+
+    def resume(self, checkpoint: Path, *, load: bool = True) -> tuple[int, Metrics | None]:
+        """Restore the run. Returns the checkpoint's step, and the step's metrics if its line was never written.
+
+        load: load the weights; False if the trainers hold them.
+        """
         with self.log.phase("load"):
             state = load_state(checkpoint)
-            self._begin_at(checkpoint, state)
+            self._begin_at(checkpoint, state, load=load)
             self.trained_step = self.resumed_step
             self.skipped.restore_streaks(state.get("streaks", {}))  # older checkpoints have none
             self.source.restore(state["source"])
         self.log.notice(f"resumed after step {state['step']} from {checkpoint}")
         return self.resumed_step, self._unlogged(state)
 
-    def begin_at(self, checkpoint: Path | None) -> None:
+    def begin_at(self, checkpoint: Path | None, *, load: bool = True) -> None:
         """Load `checkpoint` into the trainers (None: they have the starting model), and set later ones aside. `go_on_with` restores
-        the source."""
+        the source. load: as in `resume`."""
         if checkpoint is not None:
-            self._begin_at(checkpoint, load_state(checkpoint))
+            self._begin_at(checkpoint, load_state(checkpoint), load=load)
 
-    def _begin_at(self, checkpoint: Path, state: dict[str, Any]) -> None:
+    def _begin_at(self, checkpoint: Path, state: dict[str, Any], *, load: bool) -> None:
         self.resumed, self.resumed_step = checkpoint, int(state["step"])
-        self._load(checkpoint, state)
+        if load:
+            self._load(checkpoint, state)
+        else:
+            self._restore_what_trainers_change(state)
         self.abandon_after(self.resumed_step)
 
-    def go_on_with(self, state: dict[str, Any]) -> Metrics | None:
-        """Go on with a journalled `state`: the trainers have the weights after its step, with KL weight and gradient norms. Returns
-        the step's metrics if its line was never written."""
+    def go_on_with(self, state: dict[str, Any], *, restore: bool = False) -> Metrics | None:
+        """Go on with a journalled `state`: the trainers have the weights after its step. Returns the step's metrics if its line was
+        never written. restore: also restore KL weight and gradient norms, which the training of its steps has not."""
+        if restore:
+            self._restore_what_trainers_change(state)
         self.skipped.restore_streaks(state["streaks"])
         self.rolled_back_step = state["rolled_back_step"]
         self.source.restore(state["source"])

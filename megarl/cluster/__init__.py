@@ -20,6 +20,7 @@ from pathlib import Path
 from megarl.cluster.base import Cluster, Service, WorkerGroup, host_name
 from megarl.cluster.device_map import Demand, Machines
 from megarl.cluster.failures import CallFailed, ClusterError, ServiceDied, WorkerFailed
+from megarl.cluster.keeper import KeeperAddress
 from megarl.platform.base import Platform
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.environment import RoleSettings
@@ -129,11 +130,14 @@ def connect(recipe: Recipe, platform: Platform, demand: Demand | None = None) ->
             demand.trainers or None, log_dir(recipe), local, trainer_env=trainer_env, stall=recipe.cluster.stall
         )
     address = _ray_address(recipe.cluster)
+    keeper = KeeperAddress.of_environment(os.environ)
     from megarl.cluster.ray.cluster import RayCluster
     from megarl.cluster.ray.devices import RayDevices
 
     devices = RayDevices(platform.kind.ray_resource, platform.kind.visible, demand)
-    return RayCluster(address, devices, log_dir(recipe), trainer_env=trainer_env, stall=recipe.cluster.stall)
+    return RayCluster(
+        address, devices, log_dir(recipe), trainer_env=trainer_env, stall=recipe.cluster.stall, keeper=keeper
+    )
 
 
 @contextlib.contextmanager

@@ -29,6 +29,8 @@ class WorkerGroup(Protocol):
 
     failure: WorkerFailed | None
     """In a group that is not essential: the death of an idle rank, which `Cluster.check` has found."""
+    kept: bool
+    """The processes have served an earlier controller, which has died (`train.keep_workers`)."""
 
     @property
     def size(self) -> int:
@@ -68,6 +70,7 @@ class Service(Protocol):
     """
 
     stopping: bool  # its orderly end was requested
+    kept: bool  # it has served an earlier controller, which has died (`train.keep_workers`)
 
     @property
     def name(self) -> str: ...
@@ -119,7 +122,14 @@ class Cluster(Protocol):
     called in threads with the other words, and return plain values."""
 
     def start_trainers(
-        self, class_path: str, size: int, args: tuple[Any, ...], name: str = "trainer", *, essential: bool = True
+        self,
+        class_path: str,
+        size: int,
+        args: tuple[Any, ...],
+        name: str = "trainer",
+        *,
+        essential: bool = True,
+        settings: str = "",
     ) -> WorkerGroup:
         """Start `size` processes that each construct ``class_path(*args)``. `name`: "trainer" or "critic".
 
@@ -129,6 +139,9 @@ class Cluster(Protocol):
         RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as torchrun sets them,
         before the class is imported; LOCAL_RANK indexes the visible devices.
         `size` must equal cluster.trainers or critic.trainers.
+
+        settings: `megarl.cluster.keeper.digest_of` all that decides the work of the processes. Processes of an earlier controller
+        with equal settings are taken instead of new ones, if a keeper has kept all of them; "": never.
         """
         ...
 
@@ -150,6 +163,7 @@ class Cluster(Protocol):
         replaces: Service | None = None,
         essential: bool = True,
         additional: bool = False,
+        settings: str = "",
     ) -> Service:
         """Start a process that sees `devices` devices of one machine and constructs ``class_path(*args)``.
 
@@ -157,6 +171,8 @@ class Cluster(Protocol):
         the cluster, the new one takes free devices of another; raises MachineLost if there are none. essential: the run
         cannot continue without it, so that `check` raises if it ends. A stopped process (SIGSTOP) that is not essential is killed.
         additional: beyond the reservation; it takes free devices of a machine, and raises MachineLost if there are none.
+        settings: as in `start_trainers`. The object needs a method ``release()``, which ends all that an earlier controller has
+        requested, and returns whether the object can serve another one.
 
         Start the engines in the order of the reservation: rollout.engines, of rollout.tensor_parallel devices each
         (colocated engines spread over the trainers' devices), then the engines of the teacher and of the judge.

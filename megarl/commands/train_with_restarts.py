@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
 from megarl.checkpoint.journal import newest_step
 from megarl.cluster import under_torchrun
 from megarl.cluster.failures import exit_cause
+from megarl.cluster.keeper import Keepers
 from megarl.cluster.orphan_reaper import marked, sweep
 from megarl.commands.child import STOPPED, run_child
 from megarl.observe.alerts import Alerts
@@ -60,12 +60,19 @@ def train_with_restarts(
     `path`, `overrides`: the command line of `recipe`. `train`: the command that trains. Stops the child if this process is
     interrupted (see `run_child`). Sends the alerts of restarts and of the failure that ends the run; the child sends the others.
     """
-    with Alerts(recipe.observe.alerts, recipe.name, _print) as alerts:
-        return _train_to_the_end(recipe, path, overrides, alerts, debug=debug, train=train)
+    with Alerts(recipe.observe.alerts, recipe.name, _print) as alerts, Keepers(recipe) as keepers:
+        return _train_to_the_end(recipe, path, overrides, alerts, keepers, debug=debug, train=train)
 
 
 def _train_to_the_end(
-    recipe: Recipe, path: Path, overrides: Sequence[str], alerts: Alerts, *, debug: bool, train: Sequence[str]
+    recipe: Recipe,
+    path: Path,
+    overrides: Sequence[str],
+    alerts: Alerts,
+    keepers: Keepers,
+    *,
+    debug: bool,
+    train: Sequence[str],
 ) -> int:
     directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
     journal = directory.journal if recipe.train.journal else None
@@ -77,7 +84,7 @@ def _train_to_the_end(
     command = [*train, str(path), *(["--debug"] if debug else [])]
     resume, after = [*overrides], ""
     while True:
-        end = _run([*command, *resume], after)
+        end = _run([*command, *resume], after, keepers.environment())
         cause = cause_of_restart(end, restarted=bool(after))
         if cause is None:
             if end.report is not None and end.status not in STOPPED:
@@ -149,11 +156,11 @@ class Failures:
         return 0.0 if self.in_a_row == 1 else min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (self.in_a_row - 2))
 
 
-def _run(command: Sequence[str], after: str) -> Ended:
+def _run(command: Sequence[str], after: str, environment: Mapping[str, str]) -> Ended:
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="megarl-restarts-") as folder:
         report = Path(folder) / "end.json"
-        environ = {**os.environ, REPORT: str(report), AFTER: after, _MARK: mark}
+        environ = {**environment, REPORT: str(report), AFTER: after, _MARK: mark}
         status = run_child(command, environ, stop_seconds=None)  # the child may save a checkpoint first
         _wait_for_processes(lambda: marked(mark, _MARK))
         sweep(mark, variable=_MARK)

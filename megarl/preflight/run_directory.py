@@ -42,6 +42,11 @@ class RunPlace:
         return 0 if self.state is None else checkpoint_step(self.state)
 
     @property
+    def resumes(self) -> tuple[int, bool]:
+        """The last trained step, and whether there is a checkpoint of it, or before it."""
+        return self.trained_steps, self.checkpoint is not None
+
+    @property
     def state(self) -> Path | None:
         """The folder with the controller's state of the resume; None if the run starts at its beginning."""
         return self.checkpoint if self.journal is None else self.journal.path

@@ -294,6 +294,11 @@ class TrainConfig:
         False,
         "Keep the controller's state after the newest steps in the run's `journal/`, and the batches since the newest checkpoint in `batches/`. A resume (`train.resume: auto`, `train.restarts`) then trains these batches again without sampling, and goes on after the last step. Costs disk space for the batches, and a write per step. Needs `train.save_every`. false: a resume goes on after the newest checkpoint, and samples the steps since then again.",
     )
+    keep_workers: float = key(
+        0.0,
+        "Seconds for which trainers and engines outlive a controller that has died, while `train.restarts` starts another one. It takes the trainers that hold the weights after the last step of the journal, and with `rollout.at_update: drain` the engines, and goes on without loading anything; otherwise the trainers load the newest checkpoint, or all processes start again. Set it above the time from the death to the notice of the new controller. Needs Ray, `train.restarts`, `train.journal` and `cluster.placement: disaggregated`. 0: all processes end with the controller.",
+        at_least=0,
+    )
     replay: Optional[str] = key(
         None,
         "Directory of a run to repeat. Requests, updates of the weights and batches follow that run's `tape/`, so a run with `rollout.at_update` finish, refresh or keep gives the same numbers again, bitwise equal on a CPU in float32. `megarl replay` starts it. Not set: no replay.",

@@ -11,6 +11,7 @@ from typing import Any
 from megarl.agents.setup import AgentSetup
 from megarl.cluster.base import Cluster, Service
 from megarl.cluster.calls import wait_for_all
+from megarl.cluster.keeper import digest_of
 from megarl.data.images import ImageReader
 from megarl.engines import engine_settings, process_env
 from megarl.engines.base import EngineSpec, EngineTraces, engine_name
@@ -26,6 +27,7 @@ from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandl
 from megarl.rollout.tape import RunTape
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
+KEPT_SERVER = "megarl.rollout.kept.server:KeptRolloutServer"
 TEACHER_SERVER = "megarl.rollout.teacher.server:TeacherServer"
 JUDGE_SERVER = "megarl.rollout.judge.server:JudgeServer"
 
@@ -76,7 +78,7 @@ def start_engine(
     server: str = ROLLOUT_SERVER,
 ) -> Service:
     """Start the process of an engine of the policy. `replaces`, `additional`: see `Cluster.start_service`. server: import path of
-    its class, `RolloutServer` or a subclass."""
+    its class, `RolloutServer` or a subclass. With `train.keep_workers` and drain, the engine may outlive its controller."""
     tokenizer = recipe.model.tokenizer or recipe.model.path
     images = ImageReader.of(recipe.model.path, recipe.data)
     scoring = (recipe.reward, sources, recipe.sandbox)
@@ -84,8 +86,9 @@ def start_engine(
     args = (tokenizer, *scoring, images, agent, recipe.reward.uses_judge, template)
     essential = recipe.rollout.min_engines is None
     engine = recipe.rollout.engine
+    keep = recipe.train.keep_workers > 0 and server == ROLLOUT_SERVER and update_rule(recipe) == "drain"
     return _start(
-        server,
+        KEPT_SERVER if keep else server,
         engine,
         spec,
         args,
@@ -95,6 +98,7 @@ def start_engine(
         replaces=replaces,
         essential=essential,
         additional=additional,
+        keep=keep,
     )
 
 
@@ -171,9 +175,10 @@ def _start(
     replaces: Service | None = None,
     essential: bool = True,
     additional: bool = False,
+    keep: bool = False,
 ) -> Service:
-    """Start the process of an engine. `args`: arguments of the class `server` after the engine's name and spec. The last three:
-    see `Cluster.start_service`."""
+    """Start the process of an engine. `args`: arguments of the class `server` after the engine's name and spec. `replaces` and the
+    next two: see `Cluster.start_service`. keep: it may outlive its controller."""
     spec = replace(spec, device=platform.name)
     env = process_env(engine, recipe.cluster.threads) | engine_environment(recipe, platform, engine, spec).environment()
     return cluster.start_service(
@@ -185,6 +190,7 @@ def _start(
         replaces=replaces,
         essential=essential,
         additional=additional,
+        settings=digest_of(server, engine, spec, args, env) if keep else "",
     )
 
 

@@ -153,6 +153,7 @@ class ActorWorker(Worker):
 
     def refresh_reference(self, step: int) -> None:
         """Make the current policy, after `step`, the reference policy."""
+        self.hold(None)
         self.trainer.keep_reference(step)
 
     def compute_held_out_metrics(self) -> Metrics | None:

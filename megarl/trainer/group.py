@@ -54,6 +54,9 @@ class TrainerGroup:
     def __init__(self, workers: WorkerGroup, recipe: Recipe, model_flops: ModelFlops | None = None) -> None:
         self.workers, self.recipe, self.model_flops = workers, recipe, model_flops
         self.ranks: list[dict[str, Any]] = []  # description of each rank, from `describe`
+        self.outlived_at: int | None = (
+            None  # the processes have outlived a controller, and hold the weights after this step
+        )
 
     # --- layout ---------------------------------------------------------------------------------
 
@@ -115,6 +118,14 @@ class TrainerGroup:
     def load_checkpoint(self, folder: Path) -> list[str | None]:
         """Return each rank's notice if its run does not continue bit for bit, else None."""
         return self._call(Worker.load, str(folder))
+
+    def hold(self, step: int) -> None:
+        """Note in each rank that it holds the weights after `step`."""
+        self._call(Worker.hold, step)
+
+    def held_steps(self) -> list[int | None]:
+        """Return each rank's `Worker.held_step`."""
+        return self._call(Worker.held_step)
 
     def save_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face model."""

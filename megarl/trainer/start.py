@@ -14,6 +14,7 @@ from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.derived.offload import offloads
 from megarl.recipe.schema import TrainConfig
 from megarl.trainer.group import ActorGroup, CriticGroup, require_shared_storage
+from megarl.trainer.kept import Way, judge_kept, settings_of
 from megarl.trainer.restarts import TrainerRestarts
 from megarl.weight_sync.placement import Occupant, Placement
 
@@ -39,8 +40,13 @@ class Learners:
         directory: Path,
         actor_flops: ModelFlops | None,
         critic_flops: ModelFlops | None,
+        resumes: tuple[int, bool] = (0, False),
     ) -> Learners:
-        """Start all processes. directory: the run's, which they must see. platform: name of the device's kind."""
+        """Start all processes, or take the ones of an earlier controller (`train.keep_workers`).
+
+        directory: the run's, which they must see. platform: name of the device's kind. resumes: the step after which the run goes
+        on, and whether there is a checkpoint before it, or of it.
+        """
         actor = ActorGroup(_actor_workers(recipe, cluster), recipe, actor_flops)
         require_shared_storage(actor, directory)
         learners = cls(actor, Occupant(actor, offload=offloads(recipe, platform)), None, None)
@@ -52,7 +58,14 @@ class Learners:
             learners.critic_on_devices = Occupant(critic, offload=offloads(view, platform))
             learners.critic_on_devices.offload()
             critic.describe()
+        step, has_checkpoint = resumes
+        if judge_kept(learners.groups, recipe.algorithm, step, has_checkpoint=has_checkpoint) is Way.START:
+            learners.restart(recipe, cluster, Placement())
         return learners
+
+    @property
+    def groups(self) -> list[ActorGroup | CriticGroup]:
+        return [group for group in (self.actor, self.critic) if group is not None]
 
     def restarts(self, recipe: Recipe, cluster: Cluster, devices: Placement) -> TrainerRestarts | None:
         """Return what starts failed processes again; None if the recipe does not want it."""
@@ -97,14 +110,16 @@ class Learners:
 def _actor_workers(recipe: Recipe, cluster: Cluster) -> WorkerGroup:
     updated_steps = recipe.train.steps - recipe.critic.warmup_steps  # warmup_steps is 0 without a critic
     args = (recipe, updated_steps * recipe.actor.optimizer_steps)
-    return cluster.start_trainers(ACTOR, recipe.cluster.trainers, args, essential=_essential(recipe.train))
+    essential, settings = _essential(recipe.train), settings_of(recipe, ACTOR)
+    return cluster.start_trainers(ACTOR, recipe.cluster.trainers, args, essential=essential, settings=settings)
 
 
 def _critic_workers(recipe: Recipe, cluster: Cluster) -> WorkerGroup:
     view = critic_view(recipe)
     args = (view, recipe.train.steps * view.actor.optimizer_steps)
+    essential, settings = _essential(recipe.train), settings_of(recipe, CRITIC)
     return cluster.start_trainers(
-        CRITIC, recipe.critic.trainers, args, name="critic", essential=_essential(recipe.train)
+        CRITIC, recipe.critic.trainers, args, name="critic", essential=essential, settings=settings
     )
 
 

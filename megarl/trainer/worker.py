@@ -101,7 +101,8 @@ class Worker:
             self.device_load.start()
         self.profiler: Profiler | None = None  # set while it records
         self.profile_folder: Path | None = None  # set while each `traced` call writes a separate trace
-        self.save: Save  # of the last checkpoint; `stage_save` sets it
+        self.save: Save | None = None  # of the last checkpoint
+        self._held: tuple[int, int] | None = (0, 0)  # `hold`'s step, and the optimizer steps at its time
         self.batches: list[list[MicroBatch]] = []  # per mini batch
         self.members: list[list[list[int]]] = []  # per micro batch: shard indices of its samples
         self.rewards: list[float] = []  # per sample of the shard: reward of its last token
@@ -255,16 +256,30 @@ class Worker:
 
     def write_save(self) -> None:
         """Start writing the staged part in the background."""
+        assert self.save is not None, "stage_save comes first"
         self.save.start()
 
     def save_done(self, wait: bool) -> bool:
         """Return whether the part is on disk. `wait`: wait until it is. Raises the error of a failed write."""
+        assert self.save is not None, "stage_save comes first"
         if wait:
             self.save.wait()
         return self.save.done()
 
+    def hold(self, step: int | None) -> None:
+        """Note that this rank holds the weights after `step`, until an update or `load` changes them. None: it does not."""
+        self._held = None if step is None else (step, self.trainer.step)
+
+    def held_step(self) -> int | None:
+        """Return the step after which this rank holds the weights; None if they have changed since `hold`. Waits for the end of a
+        save in progress, which its controller can no longer commit."""
+        if self.save is not None:
+            self.save.abandon()
+        return self._held[0] if self._held is not None and self._held[1] == self.trainer.step else None
+
     def load(self, directory: str) -> str | None:
         """Load a checkpoint. Returns a notice if the run does not continue bit for bit, else None. Raises BrokenWeights."""
+        self.hold(None)
         notice = self.trainer.load(Path(directory))
         self.check_weights(f"resume from a checkpoint before {directory}")
         return notice

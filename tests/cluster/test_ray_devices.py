@@ -54,12 +54,12 @@ def test_processes_without_devices_start_beyond_the_number_of_cpus(connect):
 
 def test_a_process_not_started_by_ray_is_named(connect, monkeypatch):
     """Processes reserve more of a device than it has, for which Ray would wait forever."""
-    from megarl.cluster.ray import cluster as ray_cluster
     from megarl.cluster.ray import devices as ray_devices
+    from megarl.cluster.ray import group as ray_group
     from megarl.cluster.ray import service as ray_service
 
     assert wait_until(lambda: free_npus() == 4, 10)
-    monkeypatch.setattr(ray_cluster, "START_SECONDS", 4.0)
+    monkeypatch.setattr(ray_group, "START_SECONDS", 4.0)
     monkeypatch.setattr(ray_service, "START_SECONDS", 4.0)
     monkeypatch.setattr(ray_devices, "SHARE", 0.6)
     cluster = connect(1, 1, npus=True)

@@ -38,6 +38,7 @@ from megarl.rollout.evaluate import EvaluationResult
 from megarl.rollout.source_engines import EnginesSource
 from megarl.train import run_steps
 from megarl.trainer.group import ActorGroup
+from megarl.trainer.kept import Way, judge_kept
 from megarl.trainer.repeatable_steps import keep_steps
 from megarl.trainer.restarts import TrainerRestarts
 from megarl.trainer.rollbacks import Rollbacks
@@ -75,11 +76,16 @@ class RememberingWorkers(Workers):
     def __init__(self, point: Point) -> None:
         super().__init__("actor", [])
         self.point, self.weights = point, list[Any]()
+        self.held: int | None = 0  # as `Worker.held_step`
 
     def call(self, method: str, *args: Any) -> list[Any]:
         if method == "describe":
             return super().call(method)
+        if method == "held_step":
+            return [self.held]
         self.point(f"before {method}")
+        if method in ("hold", "load", "update_actor", "refresh_reference"):
+            self.held = args[0] if method == "hold" else None
         if method == "update_actor":
             broken, spike = (any(word in text for text in self.texts) for word in ("broken", "spike"))
             norm = math.inf if broken else 500.0 if spike else 1.0 + digest(self.weights) % 7
@@ -231,8 +237,11 @@ def run_session(
     *,
     word: Callable[[int], str] = lambda number: "answer",
     failures: Callable[[], WorkerFailed | None] = lambda: None,
+    outlived: RememberingWorkers | None = None,
+    starts: Callable[[RememberingWorkers], None] = lambda workers: None,
 ) -> Run:
-    """Start the run, or start it again, and take it to its end, unless `point` raises. failures: of a trainer, at its check."""
+    """Start the run, or start it again, and take it to its end, unless `point` raises. failures: of a trainer, at its check.
+    outlived: trainers of the session before. starts: called with new trainers."""
     place = find_place(recipe, IDENTITY)
     folder = place.directory
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -241,7 +250,13 @@ def run_session(
     with log:
         for notice in place.notices:
             log.notice(notice)
-        actor = ActorGroup(cast(Any, RememberingWorkers(point)), recipe)
+        actor = ActorGroup(cast(Any, outlived or RememberingWorkers(point)), recipe)
+        if outlived is not None:
+            outlived.point, outlived.kept = point, True
+        step, has_checkpoint = place.resumes
+        if judge_kept([actor], recipe.algorithm, step, has_checkpoint=has_checkpoint) is Way.START:
+            actor.workers = cast(Any, RememberingWorkers(point))
+        starts(cast(Any, actor.workers))
         actor.describe()
         prompts = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7))
         source = EnginesSource(recipe, prompts, [EngineHandle(cast(Any, engine))], [0], lambda: None)  # type: ignore[arg-type]
@@ -257,6 +272,7 @@ def run_session(
 
         def start() -> None:
             actor.workers = cast(Any, RememberingWorkers(point))
+            starts(cast(Any, actor.workers))
 
         def check() -> None:
             if (failure := failures()) is not None:

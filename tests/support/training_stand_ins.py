@@ -23,7 +23,7 @@ class Workers:
     After `skip_spikes` they skip norms above 100.
     """
 
-    size = 1
+    size, kept = 1, False
     highest = math.inf
 
     def __init__(

@@ -27,6 +27,7 @@ class TrainerActor:
         serve_stacks()
         self._place = ProcessInfo(name, pid=os.getpid(), log=log)
         self._worker: Any = None
+        self._settings = ""
 
     def where(self, host: str) -> Returned:
         """Return the place of this process, and a port of its machine for rank 0's store. host: address of the machine."""
@@ -37,18 +38,29 @@ class TrainerActor:
         """Reply, to show that the process is alive."""
         return Returned(None)
 
-    def construct(self, class_path: str, args: tuple[Any, ...], env: dict[str, str]) -> Returned | Raised:
+    def construct(
+        self, class_path: str, args: tuple[Any, ...], env: dict[str, str], settings: str = ""
+    ) -> Returned | Raised:
+        """Construct the worker. settings: `digest_of` what decides its work, if it may serve another controller."""
         os.environ.update(env)
         if env["RANK"] != "0":
             release_port(self._port)
         outcome = run(lambda: load_class(class_path)(*args))
         if isinstance(outcome, Raised):
             return _log_traceback(outcome)
-        self._worker = outcome.value
+        self._worker, self._settings = outcome.value, settings
         return Returned(hasattr(self._worker, "shutdown"))
 
+    def release(self) -> tuple[ProcessInfo, str, bool]:
+        """Reply to a new controller. Returns the place of this process, the digest of its settings ("": it cannot serve another
+        controller), and whether its worker has a ``shutdown``."""
+        return self._place, self._settings, hasattr(self._worker, "shutdown")
+
     def call(self, method: str, args: tuple[Any, ...]) -> Returned | Raised:
-        return _log_traceback(run(lambda: getattr(self._worker, method)(*args)))
+        outcome = run(lambda: getattr(self._worker, method)(*args))
+        if isinstance(outcome, Raised):
+            self._settings = ""  # the call may have left the worker half-way
+        return _log_traceback(outcome)
 
     def call_with_data(self, method: str, args: tuple[Any, ...], parts: int) -> tuple[Any, ...]:
         """Run `call` on a method that returns ``(control, data)``; return control and the `parts` entries of data apart."""
@@ -73,6 +85,7 @@ class ServiceActor:
     def __init__(self) -> None:
         self._target: Any = None
         self._constructor_error: ConstructorFailed | None = None
+        self._settings, self._place = "", ProcessInfo("")
         self._reaper: OrphanReaper | None = None
         self._located = asyncio.Event()  # `where` has replied: Ray may begin calls of an async actor in any order
         self._ready = asyncio.Event()  # the constructor has returned or raised
@@ -80,10 +93,13 @@ class ServiceActor:
     async def where(self, name: str, log: str) -> ProcessInfo:
         """Return the place of this process, before the constructor starts, which may take long."""
         self._located.set()
-        return ProcessInfo(name, pid=os.getpid(), log=log)
+        self._place = ProcessInfo(name, pid=os.getpid(), log=log)
+        return self._place
 
-    async def construct(self, class_path: str, args: tuple[Any, ...], name: str, log: str) -> None:
+    async def construct(self, class_path: str, args: tuple[Any, ...], name: str, log: str, settings: str = "") -> None:
+        """Construct the object. settings: `digest_of` what decides its work, if it may serve another controller."""
         await self._located.wait()
+        self._settings = settings
         outcome = run(self._construct, class_path, args, name, log)
         if isinstance(outcome, Raised):
             self._constructor_error = ConstructorFailed(outcome.type, outcome.message, outcome.traceback)
@@ -97,6 +113,15 @@ class ServiceActor:
         self._reaper = OrphanReaper()
         os.environ.update(self._reaper.env)
         self._target = load_class(class_path)(*args)
+
+    async def release(self) -> tuple[ProcessInfo, str, bool]:
+        """End everything that a controller which has died has requested. Returns the place of this process, the digest of its
+        settings ("": it cannot serve another controller), and True."""
+        settings = ""
+        if self._ready.is_set() and self._constructor_error is None and hasattr(self._target, "release"):
+            outcome = await answer(self._target, "release", ())
+            settings = self._settings if outcome == Returned(True) else ""
+        return self._place, settings, True
 
     async def constructed(self) -> Returned | Raised:
         await self._ready.wait()

@@ -2,193 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import RayActorError, RayError
-
 from megarl.cluster.base import Cluster, LeaveCheck, Service
-from megarl.cluster.failures import (
-    ClusterError,
-    Failure,
-    ProcessInfo,
-    Raised,
-    Returned,
-    ServiceDied,
-    WorkerFailed,
-    collect,
-    host_name,
-    worker_failed,
-)
-from megarl.cluster.orphan_reaper import VARIABLE, OrphanReaper
-from megarl.cluster.ray.actors import ServiceActor, TrainerActor
-from megarl.cluster.ray.devices import RayDevices, is_alive, node_with, rank_environments
+from megarl.cluster.failures import ClusterError, Failure, ProcessInfo, ServiceDied
+from megarl.cluster.keeper import KeeperAddress
+from megarl.cluster.ray.devices import RayDevices, node_with, rank_environments
 from megarl.cluster.ray.env import node_resource
-from megarl.cluster.ray.failures import LEFT_BEFORE_START, death_cause, not_started
-from megarl.cluster.ray.processes import RayProcessWatch, private_processes
-from megarl.cluster.ray.service import KILL_SECONDS, START_SECONDS, RayData, RayService, wait_for_end
-from megarl.cluster.ray.signals import ray_get, ray_wait
-from megarl.cluster.ray.start import start
+from megarl.cluster.ray.group import RayGroup
+from megarl.cluster.ray.ownership import END_SECONDS, owner_of
+from megarl.cluster.ray.service import KILL_SECONDS, RayService, wait_for_end
+from megarl.cluster.ray.signals import ray_wait
 from megarl.cluster.ray.watch import RayWatch, read_stacks_on_nodes
 from megarl.cluster.sigstop_watch import LocalWatch
 from megarl.cluster.stacks.report import GroupStacks
-from megarl.cluster.stacks.stall import StallWatch
 from megarl.errors import ProcessFailure
-from megarl.types import DataRef
 
-PING_SECONDS = 0.1  # time for an idle trainer to reply to a ping; a later check waits for the rest
-TRAINERS_END_SECONDS = 60.0  # time for killed trainers to end, which frees their memory
 CONCURRENT_CALLS = 100_000  # of one service; the engine has its own limit
-
-
-class RayGroup:
-    """See `megarl.cluster.base.WorkerGroup`."""
-
-    def __init__(
-        self,
-        cluster: RayCluster,
-        name: str,
-        actors: list[Any],
-        places: list[ProcessInfo],
-        nodes: list[str],
-        *,
-        essential: bool = True,
-    ) -> None:
-        self._cluster, self._name, self._actors, self._places, self.nodes = cluster, name, actors, places, nodes
-        self.essential = essential
-        self.failure: WorkerFailed | None = None  # see `megarl.cluster.base.WorkerGroup`
-        self._call, self._call_began = "", 0.0  # the call that runs, for messages; "" if none does
-        self._has_shutdown = False
-        self._pings: list[Any] = []  # of the check in progress; empty once all ranks have replied
-
-    @property
-    def size(self) -> int:
-        return len(self._actors)
-
-    def call(self, method: str, *args: Any) -> list[Any]:
-        return self._wait_watched([actor.call.remote(method, args) for actor in self._actors], method)
-
-    def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
-        assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
-        calls = [actor.call.remote(method, args) for actor, args in zip(self._actors, per_rank, strict=True)]
-        return self._wait_watched(calls, method)
-
-    def scatter_with_data(
-        self, method: str, per_rank: list[tuple[Any, ...]], parts: int
-    ) -> list[tuple[Any, list[DataRef]]]:
-        assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
-        methods = [actor.call_with_data.options(num_returns=1 + parts) for actor in self._actors]
-        calls = [remote.remote(method, args, parts) for remote, args in zip(methods, per_rank, strict=True)]
-        controls = self._wait_watched([refs[0] for refs in calls], method)
-        return [(control, [RayData(ref) for ref in refs[1:]]) for control, refs in zip(controls, calls, strict=True)]
-
-    def shutdown(self) -> None:
-        if self._has_shutdown and self.failure is None:  # other ranks would wait for a dead one
-            self._has_shutdown = False
-            self.call("shutdown")
-        self.kill()
-
-    def kill(self) -> list[Any]:
-        """Kill the processes. Returns references that are ready once Ray has noticed their end."""
-        for actor in self._actors:
-            ray.kill(actor)
-        ends = [actor.ping.remote() for actor in self._actors]
-        self._actors, self._pings = [], []
-        return ends
-
-    def local_pids(self) -> list[int]:
-        """Process ids of the ranks on this machine."""
-        return [place.pid for place in self._places if place.host == host_name()]
-
-    def construct(self, class_path: str, args: tuple[Any, ...], env: list[dict[str, str]]) -> None:
-        calls = [
-            actor.construct.remote(class_path, args, rank_env)
-            for actor, rank_env in zip(self._actors, env, strict=True)
-        ]
-        self._has_shutdown = all(self._wait_watched(calls, "its start"))
-
-    def check(self) -> None:
-        """Raise WorkerFailed if an idle rank has died; keep it as `failure` if the group is not essential."""
-        if not self._actors or self.failure is not None:
-            return
-        if not self._pings:
-            self._pings = [actor.ping.remote() for actor in self._actors]
-        answers = self._poll(self._pings, set(range(self.size)), PING_SECONDS)
-        failures = [answer for _, answer in answers if isinstance(answer, Failure)]
-        if failures and self.essential:
-            raise worker_failed(failures)
-        if failures:
-            self.failure = worker_failed(failures)
-        if len(answers) == self.size:
-            self._pings = []
-
-    def wait_for_start(self, refs: list[Any]) -> list[Any]:
-        """Run `wait` on the first call of each rank. Raises WorkerFailed if Ray does not start a process in time."""
-        deadline = time.monotonic() + START_SECONDS
-
-        def check() -> None:
-            self._cluster.check_services()
-            for place, node in zip(self._places, self.nodes, strict=True):
-                if not is_alive(node):
-                    raise WorkerFailed(Failure.death(place, LEFT_BEFORE_START))
-            if time.monotonic() > deadline:
-                _, late = ray_wait(refs, num_returns=len(refs), timeout=0)
-                ranks = [rank for rank, ref in enumerate(refs) if ref in late]
-                note = f"\n{len(ranks)} of {len(refs)} processes were not started." if len(ranks) > 1 else ""
-                raise WorkerFailed(not_started(self._places[ranks[0] if ranks else 0], START_SECONDS), note)
-
-        return self.wait(refs, check)
-
-    def _wait_watched(self, refs: list[Any], doing: str) -> list[Any]:
-        """Run `wait` with the watches of stopped processes and of progress. `doing`: the call's name, for messages."""
-        watch, stall = RayWatch(self._places, self.nodes, doing), StallWatch(self.stacks, self._cluster.stall)
-
-        def check() -> None:
-            self._cluster.check_services()
-            watch.check()
-            stall.check()
-
-        self._call, self._call_began = doing, time.monotonic()
-        try:
-            return self.wait(refs, check)
-        finally:
-            self._call = ""
-
-    def stacks(self, full: bool) -> GroupStacks:
-        """Read the states of the ranks. Callable from any thread."""
-        call, seconds = self._call, time.monotonic() - self._call_began
-        states = read_stacks_on_nodes([place.pid for place in self._places], self.nodes, full)
-        return GroupStacks(self._name, self._places, states, call, seconds)
-
-    def wait(self, refs: list[Any], check: Callable[[], None] | None = None) -> list[Any]:
-        """Wait for `refs`, one per rank, and return their values."""
-        check = check or self._cluster.check_services
-        try:
-            return collect(len(refs), lambda pending, seconds: self._poll(refs, pending, seconds), check)
-        except ClusterError as error:
-            if self.essential or not isinstance(error, WorkerFailed):
-                self._cluster.shutdown()
-            raise
-
-    def _poll(self, refs: list[Any], pending: set[int], seconds: float) -> list[tuple[int, Returned | Failure]]:
-        rank_of = {refs[rank]: rank for rank in pending}
-        ready, _ = ray_wait(list(rank_of), num_returns=len(rank_of), timeout=seconds)
-        return [(rank_of[ref], self._outcome(self._places[rank_of[ref]], ref)) for ref in ready]
-
-    @staticmethod
-    def _outcome(place: ProcessInfo, ref: Any) -> Returned | Failure:
-        try:
-            outcome = ray_get(ref)
-        except RayActorError as error:
-            return Failure.death(place, death_cause(error))
-        except RayError as error:
-            return Failure.raised(place, Raised.of(error))
-        return outcome if isinstance(outcome, Returned) else Failure.raised(place, outcome)
 
 
 class RayCluster(Cluster):
@@ -200,6 +33,7 @@ class RayCluster(Cluster):
     log_dir: directory of the output files, on the machine of each process.
     trainer_env: variables of every trainer.
     stall: `cluster.stall`.
+    keeper: owner of the processes; None: this process, which starts or joins Ray.
     """
 
     def __init__(
@@ -210,31 +44,42 @@ class RayCluster(Cluster):
         *,
         trainer_env: dict[str, str],
         stall: float,
+        keeper: KeeperAddress | None = None,
     ) -> None:
         self._devices, self._log_dir, self.stall = devices, log_dir, stall
-        self._reaper = OrphanReaper()
-        self._trainer_env = trainer_env | self._reaper.env
+        self._owner = owner_of(address, keeper)
+        self._trainer_env = trainer_env | self._owner.env
         self._groups: list[RayGroup] = []
         self._services: list[RayService] = []
         self._service_watch: tuple[list[RayService], RayWatch | LocalWatch] | None = None
         self._on_check: list[Callable[[], None]] = []
         self.requests: dict[str, Callable[[list[str]], Any]] = {}
-        self._owns_ray, self._processes = not ray.is_initialized(), RayProcessWatch([])
-        self._private = self._owns_ray and not address  # all processes are on this machine
         try:
-            if self._owns_ray:
-                start(address, self._reaper)
-                self._processes = RayProcessWatch(private_processes())
-            devices.reserve()
+            self._owner.connect()
+            self._owner.reserve(devices)
         except BaseException:
             self.shutdown()
             raise
 
     def start_trainers(
-        self, class_path: str, size: int, args: tuple[Any, ...], name: str = "trainer", *, essential: bool = True
+        self,
+        class_path: str,
+        size: int,
+        args: tuple[Any, ...],
+        name: str = "trainer",
+        *,
+        essential: bool = True,
+        settings: str = "",
     ) -> RayGroup:
         devices = self._devices.of_group(name)
         assert size == len(devices), f"{size} {name} processes, but {len(devices)} devices are reserved for them"
+        nodes = [device.node_id for device in devices]
+        if kept := self._owner.take_trainers([f"{name} rank {rank}" for rank in range(size)], settings):
+            actors, places = [worker.actor for worker in kept], [worker.place for worker in kept]
+            group = RayGroup(self, name, actors, places, nodes, essential=essential, kept=True)
+            group.has_shutdown = all(worker.has_shutdown for worker in kept)
+            self._groups.append(group)
+            return group
         by_node = {device.node_id: [d for d in devices if d.node_id == device.node_id] for device in devices}
         actors, places = [], []
         for rank, device in enumerate(devices):
@@ -242,15 +87,14 @@ class RayCluster(Cluster):
             visible = self._devices.visible(by_node[device.node_id])
             options = self._devices.options(device) | _environment(self._trainer_env | visible)
             log = str(self._log_dir / f"{name}-{rank}.log")
-            actors.append(ray.remote(TrainerActor).options(**options).remote(places[rank].name, log))
-        nodes = [device.node_id for device in devices]
+            actors.append(self._owner.start("trainer", places[rank].name, options, (places[rank].name, log)))
         group = RayGroup(self, name, actors, places, nodes, essential=essential)
         self._groups.append(group)
         calls = [actor.where.remote(device.node_ip) for actor, device in zip(actors, devices, strict=True)]
         where = group.wait_for_start(calls)
         located = [place for place, _ in where]
         group = self._groups[-1] = RayGroup(self, name, actors, located, nodes, essential=essential)
-        group.construct(class_path, args, rank_environments(devices, master_port=where[0][1]))
+        group.construct(class_path, args, rank_environments(devices, master_port=where[0][1]), settings)
         return group
 
     def end_trainers(self) -> None:
@@ -258,7 +102,7 @@ class RayCluster(Cluster):
         ends = [end for group in groups for end in group.kill()]
         if ends:
             ray_wait(ends, num_returns=len(ends), timeout=KILL_SECONDS)
-        alive = wait_for_end([pid for group in groups for pid in group.local_pids()], TRAINERS_END_SECONDS)
+        alive = wait_for_end([pid for group in groups for pid in group.local_pids()], END_SECONDS)
         if alive:
             raise ProcessFailure(
                 f"killed trainers do not end (pid {', '.join(map(str, alive))}): they hang in a device or a file system of this "
@@ -276,6 +120,7 @@ class RayCluster(Cluster):
         replaces: Service | None = None,
         essential: bool = True,
         additional: bool = False,
+        settings: str = "",
     ) -> RayService:
         if replaces is None:
             claimed = self._devices.claim(devices) if additional else self._devices.next_engine(devices)
@@ -287,11 +132,23 @@ class RayCluster(Cluster):
             if replaces in self._services:
                 self._services.remove(replaces)
             claimed = self._devices.replace_lost(replaces.devices)
-        role_env = self._reaper.env | env | self._devices.visible(claimed)
+        role_env = self._owner.env | env | self._devices.visible(claimed)
         options = self._devices.options(claimed[0]) | _environment(role_env)
-        actor = ray.remote(ServiceActor).options(max_concurrency=CONCURRENT_CALLS, **options).remote()
         place = ProcessInfo(f"service {name}", claimed[0].node_ip, log=str(self._log_dir / f"{name}.log"))
-        service = RayService(actor, place, name, claimed, class_path, args, essential=essential)
+        kept = self._owner.take_service(place.name, settings)
+        concurrent = {"max_concurrency": CONCURRENT_CALLS, **options}
+        actor = self._owner.start("service", place.name, concurrent) if kept is None else kept.actor
+        service = RayService(
+            actor,
+            place,
+            name,
+            claimed,
+            class_path,
+            args,
+            settings=settings,
+            kept=kept is not None,
+            essential=essential,
+        )
         self._services.append(service)
         return service
 
@@ -339,7 +196,7 @@ class RayCluster(Cluster):
 
     def check_services(self) -> None:
         """Raise ServiceDied if an essential service has ended or is stopped (SIGSTOP), or if a process of Ray has."""
-        self._processes.check()
+        self._owner.watch.check()
         living = []
         for service in [service for service in self._services if not service.stopping]:
             failure = service.failure()
@@ -365,7 +222,10 @@ class RayCluster(Cluster):
         if self._service_watch is None or self._service_watch[0] != services:
             places, nodes = [service.place() for service in services], [service.node for service in services]
             local = LocalWatch(places, "the run", ServiceDied)
-            self._service_watch = services, local if self._private else RayWatch(places, nodes, "the run", ServiceDied)
+            self._service_watch = (
+                services,
+                local if self._owner.private else RayWatch(places, nodes, "the run", ServiceDied),
+            )
         try:
             self._service_watch[1].check()
         except ServiceDied as error:
@@ -378,22 +238,15 @@ class RayCluster(Cluster):
         self._on_check = []
         services, self._services = self._services, []
         groups, self._groups = self._groups, []
-        self._processes.close()
-        if self._processes.failure is not None:  # calls to Ray would hang, or end this process
-            self._owns_ray = False
-            self._reaper.close()
-            return
-        for group in groups:
-            group.kill()
-        stops = [(service, service.begin_stop()) for service in services]
-        for service, refs in stops:
-            service.finish_stop(refs)
-        self._devices.release()
-        if self._owns_ray:
-            ray.shutdown()
-            self._owns_ray = False
-            os.environ.pop(VARIABLE, None)
-        self._reaper.close()
+        self._owner.watch.close()
+        if self._owner.watch.failure is None:  # otherwise calls to Ray would hang, or end this process
+            for group in groups:
+                group.kill()
+            stops = [(service, service.begin_stop()) for service in services]
+            for service, refs in stops:
+                service.finish_stop(refs)
+            self._devices.release()
+        self._owner.close()
 
 
 def _environment(env: dict[str, str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,14 @@ SHARE = 0.3
 _RESERVE_SECONDS = 60.0
 
 
+CreateGroup = Callable[[list[dict[str, float]], list[dict[str, str]]], PlacementGroup]
+"""Creates a placement group from the resources and the labels of the nodes of its bundles."""
+
+
+def _create_group(bundles: list[dict[str, float]], selectors: list[dict[str, str]]) -> PlacementGroup:
+    return placement_group(bundles, bundle_label_selector=selectors)
+
+
 @dataclass(frozen=True)
 class ReservedDevice:
     """One device, reserved by one bundle of a placement group; without a group, a process that needs no device."""
@@ -34,6 +42,17 @@ class ReservedDevice:
     group: PlacementGroup | None = None
     bundle: int = 0
     id: str = ""  # number of the device in the driver of its node
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """The devices of a run when they have just been reserved, for its next controller (`train.keep_workers`)."""
+
+    demand: Demand
+    trainers: list[ReservedDevice]
+    critics: list[ReservedDevice]
+    engines: list[list[ReservedDevice]]
+    groups: list[PlacementGroup]
 
 
 class RayDevices:
@@ -51,10 +70,15 @@ class RayDevices:
         self._critics: list[ReservedDevice] = []  # in rank order
         self._engines: list[list[ReservedDevice]] = []  # of engines that have not started; fixed models' engines last
         self._leaving: set[str] = set()  # ids of nodes that get no further process
+        self._create: CreateGroup = _create_group
+        self._on_change: Callable[[], None] = lambda: None
 
-    def reserve(self) -> None:
-        """Reserve the devices of the run. Raises ValueError if the cluster has too few."""
-        nodes = living_nodes()
+    def reserve(self, create: CreateGroup = _create_group, on_change: Callable[[], None] = lambda: None) -> None:
+        """Reserve the devices of the run. Raises ValueError if the cluster has too few.
+
+        create: creates placement groups. on_change: called when processes have moved to other devices since.
+        """
+        self._create, self._on_change, nodes = create, on_change, living_nodes()
         if self._resource is None:
             plan = place_on_cpus([int(node["Resources"].get("CPU", 0)) for node in nodes], self._demand)
             devices = {slot: _device(nodes[slot[0]]) for slot in plan.parts(separate_engines=False)[0]}
@@ -68,6 +92,32 @@ class RayDevices:
         self.trainers = [devices[slot] for slot in plan.trainers]
         self._critics = [devices[slot] for slot in plan.critics]
         self._engines = [[devices[slot] for slot in slots] for slots in [*plan.engines, *plan.fixed]]
+
+    def reservation(self) -> Reservation:
+        """Return the devices that `reserve` has just reserved."""
+        groups = [*self._reservations]
+        return Reservation(self._demand, self.trainers, self._critics, [*self._engines], groups)
+
+    def adopt(
+        self,
+        reservation: Reservation,
+        create: CreateGroup = _create_group,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Take the devices of an earlier controller instead of `reserve`. Returns False if the run needs others now, or if one of
+        their machines has left the cluster."""
+        nodes = {node["NodeID"] for node in living_nodes()}
+        devices = [
+            *reservation.trainers,
+            *reservation.critics,
+            *(each for engine in reservation.engines for each in engine),
+        ]
+        if reservation.demand != self._demand or not nodes.issuperset(device.node_id for device in devices):
+            return False
+        self._create, self._on_change, self._reservations = create, on_change, [*reservation.groups]
+        self.trainers, self._critics = reservation.trainers, reservation.critics
+        self._engines = [*reservation.engines]
+        return True
 
     def of_group(self, name: str) -> list[ReservedDevice]:
         """Devices of the group "trainer" or "critic", in rank order. Raises MachineLost as `replace_lost` does."""
@@ -84,6 +134,8 @@ class RayDevices:
         """
         nodes = {node["NodeID"]: node for node in self._open_nodes()}
         lost = Counter(device.node_id for device in devices if device.node_id not in nodes)
+        if lost:
+            self._on_change()
         replacements = {node: iter(self._claim_elsewhere(list(nodes.values()), count)) for node, count in lost.items()}
         return [next(replacements[device.node_id]) if device.node_id in replacements else device for device in devices]
 
@@ -106,6 +158,7 @@ class RayDevices:
         """Reserve `count` free devices of one machine, for an additional engine. Raises MachineLost if no machine has as many."""
         if self.free(count) == 0:
             raise MachineLost(f"no machine of the Ray cluster has {count} free {self._resource}")
+        self._on_change()
         return self._claim_elsewhere(self._open_nodes(), count)
 
     def free(self, count: int) -> int | None:
@@ -117,6 +170,7 @@ class RayDevices:
 
     def give_back(self, devices: Sequence[ReservedDevice]) -> None:
         """Release the devices of an engine that has left, for other engines and jobs."""
+        self._on_change()
         groups = {device.group.id: device.group for device in devices if device.group is not None}
         for group in groups.values():
             self._reservations = [each for each in self._reservations if each.id != group.id]
@@ -129,6 +183,7 @@ class RayDevices:
     def leave(self, node_id: str) -> None:
         """Start no further process on a node, which leaves the cluster."""
         self._leaving.add(node_id)
+        self._on_change()
 
     def _open_nodes(self) -> list[dict[str, Any]]:
         return [node for node in living_nodes() if node["NodeID"] not in self._leaving]
@@ -187,7 +242,7 @@ class RayDevices:
         groups = []
         for owners in parts:
             selectors = [{"ray.io/node-id": node["NodeID"]} for node in owners]
-            groups.append(placement_group([{self._resource: 1}] * len(owners), bundle_label_selector=selectors))
+            groups.append(self._create([{str(self._resource): 1}] * len(owners), selectors))
         self._reservations += groups
         try:
             deadline = time.monotonic() + _RESERVE_SECONDS

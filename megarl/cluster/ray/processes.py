@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import ray
 from ray._private.node import Node
 
 from megarl.cluster.failures import Failure, ProcessInfo, ServiceDied, exit_cause
-from megarl.cluster.sigstop_watch import LocalWatch
+from megarl.cluster.sigstop_watch import LocalWatch, process_fields
 
 POLL_SECONDS = 0.2
 _LOGS = {"raylet": "raylet.out", "gcs_server": "gcs_server.out"}
@@ -52,6 +52,28 @@ class RayProcess:
     def place(self) -> ProcessInfo:
         return ProcessInfo(f"Ray's {self.name}", pid=self.process.pid, log=self.log)
 
+    def end(self) -> str | None:
+        """Return how the process has ended; None while it runs."""
+        status = self.process.poll()
+        return None if status is None else exit_cause(status)
+
+
+@dataclass(frozen=True)
+class KeepersRayProcess:
+    """A process of Ray that the keeper has started (`megarl.cluster.keeper`): its exit status is not known here."""
+
+    name: str
+    pid: int
+    log: str
+
+    @property
+    def place(self) -> ProcessInfo:
+        return ProcessInfo(f"Ray's {self.name}", pid=self.pid, log=self.log)
+
+    def end(self) -> str | None:
+        """Return how the process has ended; None while it runs."""
+        return None if process_fields(self.pid)[:1] not in ([], ["Z"]) else "its process has ended"
+
 
 def private_processes() -> list[RayProcess]:
     """Return the processes without which the cluster that this process started cannot work; [] if it joined a cluster."""
@@ -69,7 +91,7 @@ class RayProcessWatch:
     Without processes it has no thread. Ray's native code may end this process before the run reports the failure.
     """
 
-    def __init__(self, processes: list[RayProcess]) -> None:
+    def __init__(self, processes: Sequence[RayProcess | KeepersRayProcess]) -> None:
         self._processes = processes
         self._stopped = LocalWatch([each.place for each in processes], "the run", ServiceDied)
         self._closed = threading.Event()
@@ -98,9 +120,9 @@ class RayProcessWatch:
 
     def _look(self) -> Failure | None:
         for each in self._processes:
-            status = each.process.poll()
-            if status is not None:
-                return Failure.death(each.place, f"{exit_cause(status)}. The run cannot continue without it")
+            cause = each.end()
+            if cause is not None:
+                return Failure.death(each.place, f"{cause}. The run cannot continue without it")
         try:
             self._stopped.check()
         except ServiceDied as error:

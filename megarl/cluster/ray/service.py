@@ -64,17 +64,21 @@ class RayService:
         class_path: str,
         args: tuple[Any, ...],
         *,
+        settings: str = "",
+        kept: bool = False,
         essential: bool = True,
     ) -> None:
-        """devices: of the process, all of one machine. essential: see `Cluster.start_service`."""
+        """devices: of the process, all of one machine. settings, essential: see `Cluster.start_service`. kept: the process serves
+        another controller now, and its object is constructed."""
         self.name, self.address, self.node = name, devices[0].node_ip, devices[0].node_id
-        self.devices, self.essential = devices, essential
+        self.devices, self.essential, self.kept = devices, essential, kept
         self._actor, self._place = actor, place
         self._killed_because: Failure | None = None
         self.stopping = False
         self._deadline = time.monotonic() + START_SECONDS
         self._where = actor.where.remote(place.name, place.log)
-        actor.construct.remote(class_path, args, place.name, place.log)
+        if not kept:
+            actor.construct.remote(class_path, args, place.name, place.log, settings)
         self._lifetime = actor.lifetime.remote()
         self._constructed = actor.constructed.remote()
 

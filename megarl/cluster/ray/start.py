@@ -28,8 +28,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
-def start(address: str | None, reaper: OrphanReaper) -> None:
-    """Connect this process to the cluster at `address`, or start a private cluster.
+def start(address: str | None, reaper: OrphanReaper | None) -> None:
+    """Connect this process to the cluster at `address`, or start a private cluster, which `reaper` ends.
 
     Raises ValueError, with the remedy, if `address` cannot be joined.
     """
@@ -37,6 +37,7 @@ def start(address: str | None, reaper: OrphanReaper) -> None:
         if address:
             join(address)
         else:
+            assert reaper is not None
             _start_private(reaper)
 
 

@@ -48,7 +48,7 @@ class TorchrunGroup:
 
     def __init__(self, cluster: TorchrunCluster, ranks: list[LocalRank | PeerRank]) -> None:
         self._cluster, self._ranks = cluster, ranks
-        self._has_shutdown = False
+        self._has_shutdown = self.kept = False
         self.failure: WorkerFailed | None = None  # never set: every failure ends the run
         self._call, self._call_began = "", 0.0  # the call that runs, for messages; "" if none does
 
@@ -193,9 +193,16 @@ class TorchrunCluster(Cluster):
         self._former_handler = signal.signal(signal.SIGTERM, self._on_terminate)
 
     def start_trainers(
-        self, class_path: str, size: int, args: tuple[Any, ...], name: str = "trainer", *, essential: bool = True
+        self,
+        class_path: str,
+        size: int,
+        args: tuple[Any, ...],
+        name: str = "trainer",
+        *,
+        essential: bool = True,
+        settings: str = "",
     ) -> TorchrunGroup:
-        # torchrun's ranks form the only group, so `name` has no effect.
+        # torchrun's ranks form the only group, so `name` has no effect. They end with the controller, and so has `settings`.
         assert size == self._world_size, f"{size} trainers, but torchrun started {self._world_size} processes"
         group = self._group = TorchrunGroup(self, self._ranks)
         group.construct(class_path, args, self._trainer_env)
@@ -212,6 +219,7 @@ class TorchrunCluster(Cluster):
         replaces: Service | None = None,
         essential: bool = True,
         additional: bool = False,
+        settings: str = "",
     ) -> Service:
         assert not additional, "the devices under torchrun are fixed"
         if replaces is None:

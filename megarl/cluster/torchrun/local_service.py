@@ -72,7 +72,7 @@ class LocalService:
         self._waiting: dict[int, tuple[Future[Any], bool]] = {}
         self._failure: Failure | None = None
         self._killed_because: Failure | None = None
-        self.stopping = False
+        self.stopping = self.kept = False
         self._reader = threading.Thread(target=self._read, name=f"service-{name}", daemon=True)
         self._outgoing.send(ServiceStart(class_path, args, self.place.name, str(log)))
         self._reader.start()

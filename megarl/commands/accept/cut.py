@@ -78,7 +78,8 @@ def make_cut(path: Path, overrides: Sequence[str], folder: Path, device: str, de
         like = recipe.critic
         cut.critic.megatron, cut.critic.trainers = fit_layout(like.megatron, like.trainers, for_critic)
     cut.runs_dir, cut.name, cut.train.restarts = str(folder / "runs"), "cut", 0
-    cut.rollout.min_engines, cut.train.trainer_restarts, cut.train.journal = None, 0, False
+    cut.rollout.min_engines, cut.train.trainer_restarts = None, 0
+    cut.train.journal, cut.train.keep_workers = False, 0.0
     cut.weight_sync = replace(
         recipe.weight_sync, directory=None if recipe.weight_sync.directory is None else str(folder / "x")
     )

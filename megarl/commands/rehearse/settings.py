@@ -151,7 +151,7 @@ def _run(small: Recipe, changes: Changes) -> None:
     changes.set(train, "train.epochs", None, _SIZE)
     changes.set(small.lora, "lora.path", None, _SIZE)
     changes.set(train, "train.save_every", 1, "the run must be resumable")
-    for name in ("restarts", "trainer_restarts"):
+    for name in ("restarts", "trainer_restarts", "keep_workers"):
         changes.set(train, f"train.{name}", 0, "a rehearsal reports the first failure")
     changes.set(train, "train.keep_every", 0, _SIZE)
     changes.set(train, "train.resume", "never", "a new run")

@@ -95,6 +95,11 @@ class Save:
         if self._error is not None:
             raise self._error
 
+    def abandon(self) -> None:
+        """Block until the writer, if it has started, has ended. Its result is not needed."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
     def _run(self) -> None:
         began = time.perf_counter()
         try:

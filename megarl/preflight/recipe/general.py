@@ -31,7 +31,13 @@ from megarl.preflight.recipe.reward import reward_errors
 from megarl.preflight.recipe.rollout import engine_group_errors, sampling_errors
 from megarl.preflight.recipe.shared import mini_batch_errors, optimizer_errors, parallel_size_errors
 from megarl.preflight.recipe.teacher import teacher_errors
-from megarl.preflight.recipe.train import journal_errors, restart_errors, spike_errors, trainer_restart_errors
+from megarl.preflight.recipe.train import (
+    journal_errors,
+    keep_workers_errors,
+    restart_errors,
+    spike_errors,
+    trainer_restart_errors,
+)
 from megarl.preflight.recipe.weight_sync import weight_sync_errors
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.derived.epochs import epochs_errors
@@ -91,6 +97,7 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from restart_errors(recipe)
     yield from trainer_restart_errors(recipe)
     yield from journal_errors(recipe.train)
+    yield from keep_workers_errors(recipe)
     yield from spike_errors(recipe)
     yield from staleness_errors(recipe)
     yield from at_update_errors(recipe)

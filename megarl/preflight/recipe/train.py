@@ -47,6 +47,40 @@ def journal_errors(train: TrainConfig) -> Errors:
         yield RecipeError("train.journal", problem, "set train.save_every, e.g. to 20", value=True)
 
 
+def keep_workers_errors(recipe: Recipe) -> Errors:
+    """Errors of `train.keep_workers`."""
+    train = recipe.train
+    if not train.keep_workers:
+        return
+    missing = [f"train.{name}" for name in ("restarts", "journal") if not getattr(train, name)]
+    if missing:
+        problem = f"the workers wait for a controller that train.restarts starts and that goes on with train.journal; {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
+        yield _keep_error(train, problem, "set train.restarts, e.g. to 10, and train.journal=true, or leave it out")
+    if recipe.cluster.transport == "torchrun":
+        yield _keep_error(
+            train,
+            "torchrun ends all its processes with the controller",
+            "leave it out, or start the run without torchrun",
+        )
+    if recipe.cluster.placement == "colocated":
+        problem = "a new controller does not know whether trainers or engines have the devices that they share (cluster.placement=colocated)"
+        yield _keep_error(train, problem, "set cluster.placement=disaggregated, or leave it out")
+    if recipe.cluster.elastic:
+        problem = "workers that wait hold their devices, so a new controller would find fewer free ones and take a smaller layout (cluster.elastic)"
+        yield _keep_error(train, problem, "leave one of the two out")
+    learners = {"": recipe} | ({"critic.": critic_view(recipe)} if uses_critic(recipe.algorithm) else {})
+    for prefix, learner in learners.items():
+        if learner.megatron.offload:
+            problem = (
+                f"a new controller does not know whether the trainers are offloaded ({prefix}megatron.offload=true)"
+            )
+            yield _keep_error(train, problem, f"set {prefix}megatron.offload=false, or leave it out")
+
+
+def _keep_error(train: TrainConfig, problem: str, remedy: str) -> RecipeError:
+    return RecipeError("train.keep_workers", problem, remedy, value=train.keep_workers)
+
+
 def spike_errors(recipe: Recipe) -> Errors:
     train = recipe.train
     for name in ("spike_factor", "spike_window"):

@@ -1,0 +1,1 @@
+"""Engines that outlive a controller that dies (`train.keep_workers`)."""
