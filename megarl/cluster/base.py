@@ -40,7 +40,10 @@ class WorkerGroup(Protocol):
         ...
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
-        """Run ``method(*per_rank[r])`` on each rank r and return the results in rank order."""
+        """Run ``method(*per_rank[r])`` on each rank r and return the results in rank order.
+
+        Over Ray the ranks with the same tuple (the same object) share one serialized copy of it.
+        """
         ...
 
     def scatter_with_data(

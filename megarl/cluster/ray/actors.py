@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 from typing import Any
 
 from megarl.cluster.base import load_class
@@ -49,6 +50,10 @@ class TrainerActor:
 
     def call(self, method: str, args: tuple[Any, ...]) -> Returned | Raised:
         return _log_traceback(run(lambda: getattr(self._worker, method)(*args)))
+
+    def call_packed(self, method: str, data: bytes) -> Returned | Raised:
+        """Run `call` with the arguments in `data`, which the controller has pickled (`PackedArguments`)."""
+        return self.call(method, pickle.loads(data))  # noqa: S301 -- from the controller, over Ray
 
     def call_with_data(self, method: str, args: tuple[Any, ...], parts: int) -> tuple[Any, ...]:
         """Run `call` on a method that returns ``(control, data)``; return control and the `parts` entries of data apart."""

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
 
 from megarl.cluster.base import Cluster, LeaveCheck, Service
 from megarl.cluster.failures import (
     ClusterError,
     Failure,
     ProcessInfo,
-    Raised,
-    Returned,
     ServiceDied,
     WorkerFailed,
     collect,
@@ -27,12 +24,14 @@ from megarl.cluster.failures import (
 )
 from megarl.cluster.orphan_reaper import VARIABLE, OrphanReaper
 from megarl.cluster.ray.actors import ServiceActor, TrainerActor
+from megarl.cluster.ray.calls import Calls, PackedArguments
 from megarl.cluster.ray.devices import RayDevices, is_alive, node_with, rank_environments
 from megarl.cluster.ray.env import node_resource
-from megarl.cluster.ray.failures import LEFT_BEFORE_START, death_cause, not_started
+from megarl.cluster.ray.failures import LEFT_BEFORE_START, not_started
 from megarl.cluster.ray.processes import RayProcessWatch, private_processes
+from megarl.cluster.ray.relay import Relays
 from megarl.cluster.ray.service import KILL_SECONDS, START_SECONDS, RayData, RayService, wait_for_end
-from megarl.cluster.ray.signals import ray_get, ray_wait
+from megarl.cluster.ray.signals import ray_wait
 from megarl.cluster.ray.start import start
 from megarl.cluster.ray.watch import RayWatch, read_stacks_on_nodes
 from megarl.cluster.sigstop_watch import LocalWatch
@@ -64,19 +63,20 @@ class RayGroup:
         self.failure: WorkerFailed | None = None  # see `megarl.cluster.base.WorkerGroup`
         self._call, self._call_began = "", 0.0  # the call that runs, for messages; "" if none does
         self._has_shutdown = False
-        self._pings: list[Any] = []  # of the check in progress; empty once all ranks have replied
+        self._relays = Relays(actors, places)
+        self._pings: Calls | None = None  # of the check in progress
 
     @property
     def size(self) -> int:
         return len(self._actors)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        return self._wait_watched([actor.call.remote(method, args) for actor in self._actors], method)
+        return self._wait_watched(self._relays.call("call", [(method, args)] * self.size), method)
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
         assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
-        calls = [actor.call.remote(method, args) for actor, args in zip(self._actors, per_rank, strict=True)]
-        return self._wait_watched(calls, method)
+        packed = PackedArguments().of(per_rank)
+        return self._wait_watched(self._relays.call("call_packed", [(method, data) for data in packed]), method)
 
     def scatter_with_data(
         self, method: str, per_rank: list[tuple[Any, ...]], parts: int
@@ -84,7 +84,7 @@ class RayGroup:
         assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
         methods = [actor.call_with_data.options(num_returns=1 + parts) for actor in self._actors]
         calls = [remote.remote(method, args, parts) for remote, args in zip(methods, per_rank, strict=True)]
-        controls = self._wait_watched([refs[0] for refs in calls], method)
+        controls = self._wait_watched(Calls([refs[0] for refs in calls], self._places), method)
         return [(control, [RayData(ref) for ref in refs[1:]]) for control, refs in zip(controls, calls, strict=True)]
 
     def shutdown(self) -> None:
@@ -95,41 +95,46 @@ class RayGroup:
 
     def kill(self) -> list[Any]:
         """Kill the processes. Returns references that are ready once Ray has noticed their end."""
+        self._relays.kill()
         for actor in self._actors:
             ray.kill(actor)
         ends = [actor.ping.remote() for actor in self._actors]
-        self._actors, self._pings = [], []
+        self._actors, self._pings, self._relays = [], None, Relays([], [])
         return ends
 
     def local_pids(self) -> list[int]:
         """Process ids of the ranks on this machine."""
         return [place.pid for place in self._places if place.host == host_name()]
 
-    def construct(self, class_path: str, args: tuple[Any, ...], env: list[dict[str, str]]) -> None:
+    def construct(
+        self, class_path: str, args: tuple[Any, ...], env: list[dict[str, str]], options: dict[str, Any]
+    ) -> None:
+        """Construct the trainers, and start the relays. options: of Ray, for the relays."""
         calls = [
             actor.construct.remote(class_path, args, rank_env)
             for actor, rank_env in zip(self._actors, env, strict=True)
         ]
-        self._has_shutdown = all(self._wait_watched(calls, "its start"))
+        self._relays.start(self._name, self.nodes, options)
+        self._has_shutdown = all(self._wait_watched(Calls(calls, self._places), "its start"))
+        self._relays.wait_for_start(START_SECONDS)
 
     def check(self) -> None:
         """Raise WorkerFailed if an idle rank has died; keep it as `failure` if the group is not essential."""
         if not self._actors or self.failure is not None:
             return
-        if not self._pings:
-            self._pings = [actor.ping.remote() for actor in self._actors]
-        answers = self._poll(self._pings, set(range(self.size)), PING_SECONDS)
-        failures = [answer for _, answer in answers if isinstance(answer, Failure)]
+        if self._pings is None:
+            self._pings = self._relays.call("ping", [()] * self.size)
+        failures = [answer for _, answer in self._pings.poll(PING_SECONDS) if isinstance(answer, Failure)]
         if failures and self.essential:
             raise worker_failed(failures)
         if failures:
             self.failure = worker_failed(failures)
-        if len(answers) == self.size:
-            self._pings = []
+        if not self._pings.unread:
+            self._pings = None
 
     def wait_for_start(self, refs: list[Any]) -> list[Any]:
         """Run `wait` on the first call of each rank. Raises WorkerFailed if Ray does not start a process in time."""
-        deadline = time.monotonic() + START_SECONDS
+        deadline, calls = time.monotonic() + START_SECONDS, Calls(refs, self._places)
 
         def check() -> None:
             self._cluster.check_services()
@@ -142,11 +147,14 @@ class RayGroup:
                 note = f"\n{len(ranks)} of {len(refs)} processes were not started." if len(ranks) > 1 else ""
                 raise WorkerFailed(not_started(self._places[ranks[0] if ranks else 0], START_SECONDS), note)
 
-        return self.wait(refs, check)
+        return self.wait(calls, check)
 
-    def _wait_watched(self, refs: list[Any], doing: str) -> list[Any]:
+    def _wait_watched(self, calls: Calls, doing: str) -> list[Any]:
         """Run `wait` with the watches of stopped processes and of progress. `doing`: the call's name, for messages."""
-        watch, stall = RayWatch(self._places, self.nodes, doing), StallWatch(self.stacks, self._cluster.stall)
+        relays = self._relays.started
+        places, nodes = [relay.place for relay in relays], [relay.node for relay in relays]
+        watch = RayWatch([*self._places, *places], [*self.nodes, *nodes], doing)
+        stall = StallWatch(self.stacks, self._cluster.stall)
 
         def check() -> None:
             self._cluster.check_services()
@@ -155,7 +163,7 @@ class RayGroup:
 
         self._call, self._call_began = doing, time.monotonic()
         try:
-            return self.wait(refs, check)
+            return self.wait(calls, check)
         finally:
             self._call = ""
 
@@ -165,30 +173,15 @@ class RayGroup:
         states = read_stacks_on_nodes([place.pid for place in self._places], self.nodes, full)
         return GroupStacks(self._name, self._places, states, call, seconds)
 
-    def wait(self, refs: list[Any], check: Callable[[], None] | None = None) -> list[Any]:
-        """Wait for `refs`, one per rank, and return their values."""
+    def wait(self, calls: Calls, check: Callable[[], None] | None = None) -> list[Any]:
+        """Wait for `calls` and return their values in rank order."""
         check = check or self._cluster.check_services
         try:
-            return collect(len(refs), lambda pending, seconds: self._poll(refs, pending, seconds), check)
+            return collect(self.size, lambda _, seconds: calls.poll(seconds), check)
         except ClusterError as error:
             if self.essential or not isinstance(error, WorkerFailed):
                 self._cluster.shutdown()
             raise
-
-    def _poll(self, refs: list[Any], pending: set[int], seconds: float) -> list[tuple[int, Returned | Failure]]:
-        rank_of = {refs[rank]: rank for rank in pending}
-        ready, _ = ray_wait(list(rank_of), num_returns=len(rank_of), timeout=seconds)
-        return [(rank_of[ref], self._outcome(self._places[rank_of[ref]], ref)) for ref in ready]
-
-    @staticmethod
-    def _outcome(place: ProcessInfo, ref: Any) -> Returned | Failure:
-        try:
-            outcome = ray_get(ref)
-        except RayActorError as error:
-            return Failure.death(place, death_cause(error))
-        except RayError as error:
-            return Failure.raised(place, Raised.of(error))
-        return outcome if isinstance(outcome, Returned) else Failure.raised(place, outcome)
 
 
 class RayCluster(Cluster):
@@ -250,7 +243,8 @@ class RayCluster(Cluster):
         where = group.wait_for_start(calls)
         located = [place for place, _ in where]
         group = self._groups[-1] = RayGroup(self, name, actors, located, nodes, essential=essential)
-        group.construct(class_path, args, rank_environments(devices, master_port=where[0][1]))
+        environments = rank_environments(devices, master_port=where[0][1])
+        group.construct(class_path, args, environments, _environment(self._trainer_env))
         return group
 
     def end_trainers(self) -> None:
