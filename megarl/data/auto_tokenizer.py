@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+from megarl.platform.installed import LateModule
+
 VERSION = "5.19"  # of transformers, to which the names below belong
 # Modules that AutoTokenizer's module imports, and that import these names from another module if torch is installed. Tokenizers need
 # none of them.
@@ -22,13 +24,6 @@ NEED_TORCH: dict[str, dict[str, str]] = {
 }
 # Modules that need a class to inherit from: they are imported again where models are used.
 IMPORTED_AGAIN = ("transformers.models.auto.modeling_auto", "transformers.models.auto.auto_factory")
-
-
-class LateModule(ModuleType):
-    """Stands for a module until an attribute is read."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self.__name__), name)
 
 
 def late_class(module: str, name: str) -> Callable[..., Any]:

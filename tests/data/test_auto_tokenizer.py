@@ -24,7 +24,9 @@ from transformers.generation import WatermarkingConfig
 from transformers.models.auto import auto_factory
 from transformers import modeling_gguf_pytorch_utils, modeling_rope_utils
 modules = {{
-    name: sorted(dir(module)) for name, module in sys.modules.items() if name.partition(".")[0] == "transformers"
+    name: sorted({{*vars(module), *vars(module).get("_class_to_module", ())}})  # the latter: names that are imported when read
+    for name, module in list(sys.modules.items())
+    if name.partition(".")[0] == "transformers"
 }}
 print(json.dumps({{
     "loaded": loaded,
