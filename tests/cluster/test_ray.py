@@ -30,6 +30,27 @@ def test_calls_scatters_and_collectives(connect, tmp_path):
     assert wait_until(lambda: not alive(first[1]) and not alive(second[1]), 5)
 
 
+def test_ranks_with_the_same_arguments_share_one_copy(connect, one_ray, monkeypatch):
+    """The vectors in them are fetched by their references, small ones that Ray keeps in this process included."""
+    from megarl.cluster.ray import calls
+
+    cluster = connect(2, 1)
+    engine = cluster.start_service(
+        "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=ENGINE_ENV
+    )
+    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 2, ())
+    stored = []
+    monkeypatch.setattr(calls.ray, "put", lambda data, put=calls.ray.put: stored.append(data) or put(data))
+    long = ("x" * calls.PUT_BYTES,)
+    assert group.scatter("echo", [long, long]) == [(0, *long), (1, *long)]
+    assert len(stored) == 1
+    small, large = (engine.call_with_data("generate", length).result(timeout=60)[1] for length in (4, 100_000))
+    for data, length in ((small, 4), (large, 100_000)):
+        args = (data, 1)
+        assert group.scatter("fetch", [args, args]) == [[*range(1, length + 1)]] * 2
+    assert len(stored) == 1, "short arguments travel with the calls"
+
+
 @pytest.mark.parametrize(
     ("method", "message"),
     [

@@ -1,4 +1,4 @@
-"""Ray actor classes that host trainers and engines. Call `ray.env.prepare` before importing this module."""
+"""Ray actor classes that host trainers and engines."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import asyncio
 import os
 import pickle
 from typing import Any
-
-import ray
 
 from megarl.cluster.base import load_class
 from megarl.cluster.failures import ProcessInfo, Raised, Returned, run
@@ -117,7 +115,6 @@ class ServiceActor:
         await self._ready.wait()
         return self._constructor_error or await answer(self._target, method, args)
 
-    @ray.method(num_returns=2)
     async def call_with_data(self, method: str, args: tuple[Any, ...]) -> tuple[Returned | Raised, Any]:
         outcome = await self.call(method, args)
         if isinstance(outcome, Raised):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,16 +21,10 @@ PUT_BYTES = 64 << 10  # arguments of this size and more go through Ray's store, 
 
 
 class Calls:
-    """Calls in progress, one per rank, each directly or through a relay.
+    """Calls in progress, one per rank. refs: of their answers. places: of the ranks."""
 
-    refs: of the answers: a rank's outcome, or of a relay a list of (rank, outcome). places: of the ranks, or of the relays.
-    ranks: of each relay; None: the calls are direct.
-    """
-
-    def __init__(
-        self, refs: Sequence[Any], places: Sequence[ProcessInfo], ranks: Sequence[Sequence[int]] | None = None
-    ) -> None:
-        self._unread, self._places, self._ranks = {ref: number for number, ref in enumerate(refs)}, places, ranks
+    def __init__(self, refs: Sequence[Any], places: Sequence[ProcessInfo]) -> None:
+        self._unread, self._places = {ref: rank for rank, ref in enumerate(refs)}, places
 
     @property
     def unread(self) -> list[Any]:
@@ -40,31 +33,18 @@ class Calls:
 
     def poll(self, seconds: float) -> list[tuple[int, Returned | Failure]]:
         """Wait for `seconds` at most, and return the outcomes (rank, outcome) of ranks that have answered since the last poll."""
-        if not self._unread:  # a relay left ranks out after a failure
-            time.sleep(seconds)
-            return []
         ready, _ = ray_wait(self.unread, num_returns=len(self._unread), timeout=seconds)
-        return [answer for ref in ready for answer in self._read(ref, self._unread.pop(ref))]
-
-    def _read(self, ref: Any, number: int) -> Sequence[tuple[int, Returned | Failure]]:
-        try:
-            answer = ray_get(ref)
-        except RayError as error:
-            failure = failure_of(self._places[number], error)
-            return [(rank, failure) for rank in ([number] if self._ranks is None else self._ranks[number])]
-        return [(number, outcome_of(self._places[number], answer))] if self._ranks is None else answer
+        return [(rank, _outcome(self._places[rank], ref)) for ref in ready for rank in [self._unread.pop(ref)]]
 
 
-def outcome_of(place: ProcessInfo, answer: Returned | Raised) -> Returned | Failure:
-    """Return a trainer actor's answer, with its place if it is an exception."""
-    return answer if isinstance(answer, Returned) else Failure.raised(place, answer)
-
-
-def failure_of(place: ProcessInfo, error: RayError) -> Failure:
-    """Return the failure of a call that Ray could not make, or whose process has died."""
-    if isinstance(error, RayActorError):
+def _outcome(place: ProcessInfo, ref: Any) -> Returned | Failure:
+    try:
+        outcome = ray_get(ref)
+    except RayActorError as error:
         return Failure.death(place, death_cause(error))
-    return Failure.raised(place, Raised.of(error))
+    except RayError as error:
+        return Failure.raised(place, Raised.of(error))
+    return outcome if isinstance(outcome, Returned) else Failure.raised(place, outcome)
 
 
 class PackedArguments:

@@ -29,7 +29,6 @@ from megarl.cluster.ray.devices import RayDevices, is_alive, node_with, rank_env
 from megarl.cluster.ray.env import node_resource
 from megarl.cluster.ray.failures import LEFT_BEFORE_START, not_started
 from megarl.cluster.ray.processes import RayProcessWatch, private_processes
-from megarl.cluster.ray.relay import Relays
 from megarl.cluster.ray.service import KILL_SECONDS, START_SECONDS, RayData, RayService, wait_for_end
 from megarl.cluster.ray.signals import ray_wait
 from megarl.cluster.ray.start import start
@@ -63,7 +62,6 @@ class RayGroup:
         self.failure: WorkerFailed | None = None  # see `megarl.cluster.base.WorkerGroup`
         self._call, self._call_began = "", 0.0  # the call that runs, for messages; "" if none does
         self._has_shutdown = False
-        self._relays = Relays(actors, places)
         self._pings: Calls | None = None  # of the check in progress
 
     @property
@@ -71,12 +69,12 @@ class RayGroup:
         return len(self._actors)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        return self._wait_watched(self._relays.call("call", [(method, args)] * self.size), method)
+        return self._wait_watched(self._start("call", [(method, args)] * self.size), method)
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
         assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
         packed = PackedArguments().of(per_rank)
-        return self._wait_watched(self._relays.call("call_packed", [(method, data) for data in packed]), method)
+        return self._wait_watched(self._start("call_packed", [(method, data) for data in packed]), method)
 
     def scatter_with_data(
         self, method: str, per_rank: list[tuple[Any, ...]], parts: int
@@ -95,35 +93,31 @@ class RayGroup:
 
     def kill(self) -> list[Any]:
         """Kill the processes. Returns references that are ready once Ray has noticed their end."""
-        self._relays.kill()
         for actor in self._actors:
             ray.kill(actor)
         ends = [actor.ping.remote() for actor in self._actors]
-        self._actors, self._pings, self._relays = [], None, Relays([], [])
+        self._actors, self._pings = [], None
         return ends
 
     def local_pids(self) -> list[int]:
         """Process ids of the ranks on this machine."""
         return [place.pid for place in self._places if place.host == host_name()]
 
-    def construct(
-        self, class_path: str, args: tuple[Any, ...], env: list[dict[str, str]], options: dict[str, Any]
-    ) -> None:
-        """Construct the trainers, and start the relays. options: of Ray, for the relays."""
-        calls = [
-            actor.construct.remote(class_path, args, rank_env)
-            for actor, rank_env in zip(self._actors, env, strict=True)
-        ]
-        self._relays.start(self._name, self.nodes, options)
-        self._has_shutdown = all(self._wait_watched(Calls(calls, self._places), "its start"))
-        self._relays.wait_for_start(START_SECONDS)
+    def construct(self, class_path: str, args: tuple[Any, ...], env: list[dict[str, str]]) -> None:
+        calls = self._start("construct", [(class_path, args, rank_env) for rank_env in env])
+        self._has_shutdown = all(self._wait_watched(calls, "its start"))
+
+    def _start(self, method: str, per_rank: list[tuple[Any, ...]]) -> Calls:
+        """Call the actors' `method` with each rank's arguments."""
+        calls = [getattr(actor, method).remote(*args) for actor, args in zip(self._actors, per_rank, strict=True)]
+        return Calls(calls, self._places)
 
     def check(self) -> None:
         """Raise WorkerFailed if an idle rank has died; keep it as `failure` if the group is not essential."""
         if not self._actors or self.failure is not None:
             return
         if self._pings is None:
-            self._pings = self._relays.call("ping", [()] * self.size)
+            self._pings = self._start("ping", [()] * self.size)
         failures = [answer for _, answer in self._pings.poll(PING_SECONDS) if isinstance(answer, Failure)]
         if failures and self.essential:
             raise worker_failed(failures)
@@ -151,10 +145,7 @@ class RayGroup:
 
     def _wait_watched(self, calls: Calls, doing: str) -> list[Any]:
         """Run `wait` with the watches of stopped processes and of progress. `doing`: the call's name, for messages."""
-        relays = self._relays.started
-        places, nodes = [relay.place for relay in relays], [relay.node for relay in relays]
-        watch = RayWatch([*self._places, *places], [*self.nodes, *nodes], doing)
-        stall = StallWatch(self.stacks, self._cluster.stall)
+        watch, stall = RayWatch(self._places, self.nodes, doing), StallWatch(self.stacks, self._cluster.stall)
 
         def check() -> None:
             self._cluster.check_services()
@@ -243,8 +234,7 @@ class RayCluster(Cluster):
         where = group.wait_for_start(calls)
         located = [place for place, _ in where]
         group = self._groups[-1] = RayGroup(self, name, actors, located, nodes, essential=essential)
-        environments = rank_environments(devices, master_port=where[0][1])
-        group.construct(class_path, args, environments, _environment(self._trainer_env))
+        group.construct(class_path, args, rank_environments(devices, master_port=where[0][1]))
         return group
 
     def end_trainers(self) -> None:

@@ -106,7 +106,7 @@ class RayService:
         return self._chain(self._actor.call.remote(method, args), lambda value: value)
 
     def call_with_data(self, method: str, *args: Any) -> Future[Any]:
-        control, data = self._actor.call_with_data.remote(method, args)
+        control, data = self._actor.call_with_data.options(num_returns=2).remote(method, args)
         return self._chain(control, lambda value: (value, RayData(data)))
 
     def alive(self) -> bool:
