@@ -16,8 +16,8 @@ A tiny model trains with two trainers and three engines. Whatever dies starts ag
 Each fault waits until the run is whole again: it has new steps, with all engines. A full disk may end the run, with its cause: the
 script then starts the command again. After the last fault SIGTERM ends the run, and a last start trains a few steps more. The script ends
 with status 1 if the run ends otherwise, a process, file or piece of shared memory is left, a step is missing, a group was trained twice or
-left out, a step that was trained again had another gradient norm, or the last start does not end with status 0. OUT/faults.jsonl has a
-line per fault, OUT/result.json the summary, which is also printed.
+left out, a step that was trained again had another gradient norm, more than 5 % of the steps have no gradient, or the last start does
+not end with status 0. OUT/faults.jsonl has a line per fault, OUT/result.json the summary, which is also printed.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def settings(out: Path, rule: str) -> list[str]:
         "rollout.engines": ENGINES, "rollout.min_engines": 1, "rollout.step_timeout": 60, "train.save_every": 20,
         "train.grace_seconds": 60, "cluster.trainers": TRAINERS, "cluster.stall": 60, "train.trainer_restarts": 3, "train.restarts": 8,
         "train.journal": "true", "reward.function": "benchmarks.injection:slow_letters",
+        "actor.optimizer.lr": 1e-5,  # so slow that all steps have a gradient: equal gradient norms of 0 would show nothing
     }  # fmt: skip
     base_settings = [each for each in settings_of(out, rule) if each.partition("=")[0] not in more]
     return [*base_settings, *(f"{key}={value}" for key, value in more.items())]
@@ -281,6 +282,9 @@ def check_end(run: Run) -> dict[str, float]:
     trained, run_directory = check(run.disk), run.disk / "run"
     if "gradient norms differ" in (run_directory / "notices.jsonl").read_text():
         raise Violation("a step that was trained again had another gradient norm; see notices.jsonl")
+    without_gradient = sum(line["actor/grad_norm"] == 0 for line in run.lines())
+    if without_gradient > 0.05 * len(run.lines()):
+        raise Violation(f"{without_gradient} of {len(run.lines())} steps have no gradient: equal norms show nothing")
     left = [*run_directory.glob("checkpoints/.*"), *(Path("/dev/shm").iterdir() if os.path.ismount(run.disk) else [])]
     if left:
         raise Violation(f"files are left: {left[:5]}")

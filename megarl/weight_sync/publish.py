@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 
 from megarl.cluster.calls import wait_for_all
 from megarl.types import Metrics
-from megarl.weight_sync.session import PHASES, Session, UpdateReport, compare_reports, merge_reports
+from megarl.weight_sync.session import PHASES, Session, UpdateReport, WeightSyncError, compare_reports, merge_reports
 
 
 class SendingTrainers(Protocol):
@@ -68,4 +69,7 @@ def _abort_on_error(session: Session, name: str, update: Future[Any]) -> None:
     """Abort the session if an engine fails during the update; otherwise the trainers would wait for it."""
     error = update.exception()
     if error is not None:
-        session.abort(f"engine {name}: {error}")
+        with contextlib.suppress(
+            WeightSyncError
+        ):  # the trainers' rank 0 is gone: the call to the trainers fails with its death
+            session.abort(f"engine {name}: {error}")

@@ -211,6 +211,14 @@ def test_little_io_of_a_log_is_no_progress() -> None:
     assert progress(group_of(SILENT), now)
 
 
+def test_a_wait_for_an_engine_is_no_progress_beside_a_rank_that_does_not_answer() -> None:
+    before, now = (
+        rank_state(f"megarl/weight_sync/store.py:{line} _poll", other_limit=True, digest=line) for line in (101, 107)
+    )
+    assert progress(group_of(before, rank_state()), group_of(now, rank_state()))
+    assert not progress(group_of(before, SILENT), group_of(now, SILENT))
+
+
 def test_a_stall_of_0_never_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall, "_in_thread", lambda read: pytest.fail("a look"))
     StallWatch(lambda full: group_of(), 0.0).check()

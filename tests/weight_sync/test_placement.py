@@ -17,6 +17,7 @@ from megarl.trainer.group import ActorGroup
 from megarl.trainer.start import Learners
 from megarl.weight_sync.placement import Colocated, Occupant
 from megarl.weight_sync.publish import publish
+from megarl.weight_sync.session import WeightSyncError
 
 
 class Engine:
@@ -159,3 +160,23 @@ def test_trainers_restart_after_a_failure_while_engines_wake(fails_in: str) -> N
     assert calls == ["sleep", "wake weights"]
     devices.prepare_trainers_restart()
     assert calls[2:] == ["wake kv_cache", "sleep", "end session"] and devices.engines_asleep
+
+
+def test_an_engine_that_fails_beside_dead_trainers_logs_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """The store of the session has ended with trainer 0, and the call to the trainers fails with its death."""
+
+    def abort(reason: str) -> None:
+        raise WeightSyncError(f"the weight sender cannot be reached: {reason}")
+
+    class Dead(Trainers):
+        def call(self, method: str, *args: Any) -> list[Any]:
+            raise WorkerFailed(Failure(ProcessInfo("trainer rank 0", "node7", 100), "died"))
+
+    engine: Any = Engine("engine0", hangs_in="update_weights")
+    receiving: Future[Any] = Future()
+    receiving.set_exception(WeightSyncError("the connection to trainer 0 broke"))
+    engine.call = lambda method, *args: receiving
+    session: Any = SimpleNamespace(timeout=0.2, abort=abort)
+    with pytest.raises(WorkerFailed):
+        publish(ActorGroup(Dead(), Recipe()), handles([engine]), session, 1)  # type: ignore[arg-type]
+    assert not caplog.records
