@@ -1,4 +1,4 @@
-"""Load tokenizers with transformers' AutoTokenizer without torch, whose import takes most of the time."""
+"""Load tokenizers with transformers' AutoTokenizer, without torch: most of AutoTokenizer's import is the import of torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def load(directory: str, read_config: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def _without_torch() -> Iterator[None]:
-    """Let transformers find no torch. What it leaves out of modules that it imports meanwhile is there when it is used later."""
+    """Hide torch from transformers. Names that its modules lack after an import without torch are added at the end: they import torch
+    when they are used."""
     import transformers.generation  # packages, which import nothing until a name is read, and which have fewer names without torch
     import transformers.integrations
     import transformers.utils
