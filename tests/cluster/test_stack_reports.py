@@ -213,7 +213,7 @@ def test_little_io_of_a_log_is_no_progress() -> None:
 
 def test_a_wait_for_an_engine_is_no_progress_beside_a_rank_that_does_not_answer() -> None:
     before, now = (
-        rank_state(f"megarl/weight_sync/store.py:{line} _poll", other_limit=True, digest=line) for line in (101, 107)
+        rank_state(f"store.py:{line} _poll", other_limit=True, digest=line, io_bytes=line << 20) for line in (101, 107)
     )
     assert progress(group_of(before, rank_state()), group_of(now, rank_state()))
     assert not progress(group_of(before, SILENT), group_of(now, SILENT))

@@ -90,7 +90,7 @@ def progress(before: GroupStacks, now: GroupStacks) -> bool:
 
     A wait with a limit of its own, for an engine or a disk, is progress while all ranks answer. Otherwise the rank may wait for
     the one that does not answer: in an update of the weights, engines do not go on without the slices of each trainer. Such a
-    wait is a loop, so its stack changes without progress.
+    wait is a loop: its stack changes, and it reads and writes, without progress.
     """
     all_answer = not any(rank["problem"] for rank in now.stacks)
     return any(_moved(*ranks, all_answer) for ranks in zip(before.stacks, now.stacks, strict=True))
@@ -98,9 +98,8 @@ def progress(before: GroupStacks, now: GroupStacks) -> bool:
 
 def _moved(before: ProcessStacks, now: ProcessStacks, all_answer: bool) -> bool:
     if now.get("other_limit"):
-        if all_answer:
-            return True
-    elif before.get("digest") != now.get("digest"):
+        return all_answer
+    if before.get("digest") != now.get("digest"):
         return True
     return now["io_bytes"] - before["io_bytes"] > _BYTES or now["cpu_ticks"] - before["cpu_ticks"] > _TICKS
 
