@@ -91,7 +91,7 @@ class DeviceKind:
         return bool(getattr(torch, self.torch_api).is_available())
 
     def platform(self) -> Platform:
-        """Create its Platform. Imports torch and the device's packages."""
+        """Create its Platform. Imports the packages of the device, and torch except on a CPU."""
         module, name = self.implementation.split(":")
         return getattr(importlib.import_module(module), name)()
 
