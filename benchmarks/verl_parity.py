@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import math
 import re
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from typing import Any
 
 from megarl.commands.convert_verl.command import convert
 from megarl.commands.convert_verl.fully_async import FULLY_ASYNC
+from megarl.commands.convert_verl.hydra.config_files import ConfigFile, read_config
+from megarl.commands.convert_verl.hydra.overrides import read_options
 from megarl.commands.convert_verl.inputs import SGLANG
 from megarl.commands.convert_verl.open_settings import stand_ins
 from megarl.commands.convert_verl.option import Option
@@ -61,7 +64,7 @@ _SWITCHES = {
     "algorithm.rollout_correction.rollout_is": ["algorithm.rollout_correction.rollout_is_*"],
 }
 """Options that verl reads only if a switch is on, by the switch."""
-_SUBJECT = re.compile(r"(?:line \d+: )?([\w.@*-]+)(?:=| \()")
+_SUBJECT = re.compile(r"(?:line \d+: |\S+\.ya?ml: )?([\w.@*-]+)(?:=| \()")
 _VLLM = tuple(f"{_R}.{name}" for name in SGLANG)
 _OPEN = (
     "data.chat_template_args",
@@ -120,11 +123,13 @@ print(json.dumps({key: value_at(key) if isinstance(value, str) and "${" in value
 """
 
 
-def composed(hydra: str, verl: Path, trainer: str, config_name: str, overrides: list[str]) -> dict[str, Any]:
+def composed(hydra: str, verl: Path, trainer: str, config: ConfigFile, overrides: list[str]) -> dict[str, Any]:
     """Return verl's configuration of a run by dotted option. `hydra`: a Python with hydra-core. Raises ValueError."""
     folder, name = _CONFIGS[trainer]
+    place = config.file.parent if config.file else verl / folder
+    name = config.file.stem if config.file else config.base or name
     search = f"hydra.searchpath=[file://{(verl / 'verl/trainer/config').resolve()}]"
-    command = [hydra, "-c", _COMPOSE, str((verl / folder).resolve()), config_name or name, *overrides, search]
+    command = [hydra, "-c", _COMPOSE, str(place.resolve()), name, *overrides, search]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line and not line.startswith(" ")]
@@ -146,6 +151,12 @@ def unused(options: Mapping[str, Any]) -> list[str]:
         patterns += ["critic.*", "trainer.critic_warmup", "algorithm.lam"]
     if options.get("distillation.enabled") and not options.get(f"{_DISTILLATION}.use_task_rewards"):
         patterns += ["algorithm.adv_estimator", f"{_A}.policy_loss.*", f"{_A}.clip_ratio_*"]
+    if not options.get(f"{_R}.multi_turn.tool_config_path"):
+        patterns += [f"{_R}.multi_turn.max_parallel_calls"]
+    if (options.get(f"{_R}.multi_turn.max_user_turns") or math.inf) < (
+        options.get(f"{_R}.multi_turn.max_assistant_turns") or 0
+    ):
+        patterns += [f"{_R}.multi_turn.max_assistant_turns"]  # the other limit is reached first
     for switch, names in _SWITCHES.items():
         if options.get(switch) in (None, False, 0):
             patterns += names
@@ -308,9 +319,11 @@ def parity(hydra: str, verl: Path, script: Path) -> list[Difference] | str:
     if command.trainer not in _CONFIGS:
         return f"no configuration of {command.trainer}"
     words = [without_absent(argument.text) for argument in command.arguments]
-    name = next((word.partition("=")[2] for word in words if word.startswith("--config-name=")), "")
+    flags = read_options(command.arguments)[1]
+    values = {flags.name, flags.path, flags.folder}
+    overrides = [word for word in words if not word.startswith("-") and word not in values]
     try:
-        options = composed(hydra, verl, command.trainer, name, [word for word in words if not word.startswith("--")])
+        options = composed(hydra, verl, command.trainer, read_config(flags, command, context), overrides)
     except ValueError as error:  # an option that verl no longer has
         return f"verl refuses it: {error}"
     with tempfile.TemporaryDirectory() as folder:

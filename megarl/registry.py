@@ -26,7 +26,25 @@ T = TypeVar("T")
 def import_user_module(module: str) -> ModuleType:
     """Import a user's module from the current directory or PYTHONPATH. Raises whatever the import raises."""
     _add_current_directory()
-    return importlib.import_module(module)
+    return _with_modules_of_verl(lambda: importlib.import_module(module))
+
+
+def _with_modules_of_verl(load: Callable[[], ModuleType]) -> ModuleType:
+    """Call `load`. If it fails because verl's __init__ needs a package that is absent, call it again without that __init__.
+
+    Reward functions and tools import single modules of verl, which need fewer packages than verl's trainers.
+    """
+    try:
+        return load()
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        spec = None if "verl" in sys.modules or missing == "verl" else importlib.util.find_spec("verl")
+        if spec is None or not spec.submodule_search_locations:
+            raise
+        package = importlib.util.module_from_spec(spec)
+        package.__doc__ = f"verl without its __init__, which needs {error.name}"
+        sys.modules["verl"] = package
+        return load()
 
 
 def _add_current_directory() -> None:
@@ -75,7 +93,11 @@ def import_function(path: str, label: str) -> Callable[..., Any]:
     module_name, _, name = path.partition(":")
     is_file = module_name.endswith(".py")
     try:
-        module = _import_file(Path(module_name)) if is_file else import_user_module(module_name)
+        module = (
+            _with_modules_of_verl(lambda: _import_file(Path(module_name)))
+            if is_file
+            else import_user_module(module_name)
+        )
     except Exception as error:
         places = "" if is_file else f". It is searched in {Path.cwd()} and on PYTHONPATH"
         raise ValueError(

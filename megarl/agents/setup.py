@@ -171,7 +171,9 @@ def check_tools(setup: AgentSetup, tokenizer: Tokenizer) -> list[dict[str, Any]]
         offered = asyncio.run(_offered(agent)) if agent.mcp else {}
     except ToolUnavailable as error:
         raise NotHereError("agent.mcp", str(error), "start the server, or leave it out") from error
-    with as_recipe_error("agent.tools", "name tools that there are", agent.tools):
+    with as_recipe_error(
+        "agent.tools", "name existing tools, and install the packages that their modules import", agent.tools
+    ):
         local = [("agent.tools", agents.find(path)) for path in agents.tool_paths(agent.tools)]
     for origin, tool in [*local, *((f"agent.mcp.{name}", tool) for name, more in offered.items() for tool in more)]:
         if tool.name in tools:

@@ -21,6 +21,8 @@ from megarl.types import Prompt, PromptImage
 
 COLUMNS = ("data_source", "reward_model", "extra_info", "images", "videos")  # all except the prompt
 SCORED_BY_ROW = ("data_source", "reward_model")  # columns needed if the row's data source selects the scorer
+AGENT_NAME, TOOL_AGENT = "agent_name", "tool_agent"
+"""Column of verl with the agent loop of a row, and the loop that passes tools."""
 
 
 def layout_of(needed: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
@@ -82,7 +84,7 @@ class PromptDataset(RowDataset[Prompt]):
         `megarl.rewards.weighted.needed_columns`. `with_messages`: a scorer, an interaction or an agent loop reads the rows'
         messages. `into_extra_info`: further columns, added to `extra_info` if a row has them."""
         self.layouts, self.optional = layout_of(needed)
-        self.optional += into_extra_info
+        self.optional += (*into_extra_info, *((AGENT_NAME,) if tools else ()))
         self._into_extra_info = tuple(into_extra_info)
         self._needed, self._with_messages = tuple(needed), with_messages
         self._tools = tuple(tools)
@@ -97,6 +99,8 @@ class PromptDataset(RowDataset[Prompt]):
         """Read the rows of one file. Their column `images` becomes the number of images: tokenizing needs no more."""
         rows = []
         for row in self.rows_of(file, self.optional):
+            if self._tools:
+                _check_agent(row)
             images = read_images(row, file, self._reader)
             if images:
                 self._images[row.where] = images
@@ -137,6 +141,15 @@ class PromptDataset(RowDataset[Prompt]):
     def _more(self, row: Row) -> dict[str, Any]:
         columns = {name: row.values.get(name) for name in self._into_extra_info}
         return {name: value for name, value in columns.items() if value is not None}
+
+
+def _check_agent(row: Row) -> None:
+    """Raise ValueError for a row of verl that has no tools, because every row gets the recipe's tools."""
+    if (name := row.get(AGENT_NAME, str)) not in (None, TOOL_AGENT):
+        raise ValueError(
+            f"{row.where}: {AGENT_NAME} is {name!r}, with which verl passes no tools to the policy, and agent.tools is for every row: "
+            f"write the rows with {TOOL_AGENT} to a separate file, or leave the column out"
+        )
 
 
 def encode_prompts(

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.agents.custom.verl_loops import AGENT_NAME
 from megarl.agents.setup import AgentSetup, check_tools
 from megarl.batching.flops import ModelFlops
 from megarl.data.images import ImageReader
 from megarl.data.preferences import PreferenceDataset
-from megarl.data.prompts import PromptDataset
+from megarl.data.prompts import AGENT_NAME, PromptDataset
 from megarl.data.rows import check_file
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer, turn_end_notice

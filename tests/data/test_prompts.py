@@ -130,3 +130,18 @@ def test_rows_need_only_the_columns_of_their_scorers(tokenizer, tmp_path):
     assert read(function="my_module:my_scorer")[0].ground_truth is None
     with pytest.raises(ValueError, match="reward_model has no ground_truth"):
         read(function="gsm8k")
+
+
+def test_rows_that_have_no_tools_in_verl_are_refused_in_a_run_with_tools(tokenizer, tmp_path):
+    """verl passes tools to the rows with agent_name tool_agent alone; agent.tools is for every row."""
+    tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}
+    path = tmp_path / "rows.jsonl"
+
+    def read(*names, tools=(tool,)):
+        path.write_text("".join(json.dumps(row("2+2?", agent_name=name)) + "\n" for name in names), encoding="utf-8")
+        return PromptDataset([path], tokenizer, DataConfig(), tools=tools)
+
+    assert len(read("tool_agent", "tool_agent", None)) == 3
+    assert len(read("single_turn_agent", tools=())) == 1
+    with pytest.raises(ValueError, match=r"agent_name is 'single_turn_agent', with which verl passes no tools"):
+        read("tool_agent", "single_turn_agent")

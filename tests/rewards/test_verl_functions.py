@@ -238,3 +238,36 @@ def test_a_function_gets_the_tokenizer_of_a_reward_model(tmp_path, quickstart_da
     own_scorer = scorer(tmp_path / "own.py", "compute_score", text=folder)
     own_scorer.prepare()
     assert score(own_scorer, REQUEST).value == len(folder)
+
+
+@pytest.fixture
+def verl_without_its_packages(tmp_path, monkeypatch):
+    """A checkout of verl on PYTHONPATH. As verl's, its __init__ imports the trainers' packages, which are not installed."""
+    package = tmp_path / "checkout" / "verl"
+    (package / "utils" / "reward_score").mkdir(parents=True)
+    (package / "__init__.py").write_text("import tensordict_of_verl\n")
+    (package / "utils" / "reward_score" / "sums.py").write_text("def value(text):\n    return float(text == '4')\n")
+    monkeypatch.syspath_prepend(tmp_path / "checkout")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        monkeypatch.delitem(sys.modules, name)
+    yield package
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("verl_without_its_packages")
+def test_a_file_imports_modules_of_a_verl_whose_packages_are_not_installed(tmp_path):
+    path = tmp_path / "of_verl.py"
+    path.write_text(
+        "from verl.utils.reward_score import sums\n\n\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return sums.value(ground_truth)\n"
+    )
+    assert score(find(f"{path}:compute_score"), REQUEST).value == 1.0
+
+
+def test_a_missing_package_of_a_module_of_verl_is_named(verl_without_its_packages, tmp_path):
+    (verl_without_its_packages / "utils" / "reward_score" / "sums.py").write_text("import absent_package\n")
+    path = tmp_path / "of_verl_2.py"
+    path.write_text("from verl.utils.reward_score import sums\n")
+    with pytest.raises(ValueError, match=r"No module named 'absent_package'"):
+        find(f"{path}:compute_score")

@@ -20,10 +20,10 @@ from megarl.agents.custom.interface import AgentLoopClass, LoopSample, Response
 from megarl.agents.tool import ToolFault
 from megarl.agents.tool_responses import AnswerTokens, ReplyTokens
 from megarl.agents.verl_tools import class_of
+from megarl.data.prompts import AGENT_NAME
 from megarl.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megarl.recipe.schema import Recipe
 
-AGENT_NAME = "agent_name"
 _LOOP = "verl.experimental.agent_loop.agent_loop"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _DEFAULT = f"{_ROLLOUT}.agent.default_agent_loop"

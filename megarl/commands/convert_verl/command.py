@@ -16,9 +16,11 @@ import yaml
 from megarl import engines
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.atomic_files import check_new, write_atomically
-from megarl.commands.convert_verl.conversion import Conversion, OptionValue, read_options, value_of
+from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.fully_async import FULLY_ASYNC, FULLY_ASYNC_DEFAULTS
 from megarl.commands.convert_verl.gkd import GKD, GKD_DEFAULTS
+from megarl.commands.convert_verl.hydra.config_files import read_config, resolve_references
+from megarl.commands.convert_verl.hydra.overrides import OptionValue, read_options, value_of
 from megarl.commands.convert_verl.open_settings import open_notes, set_aside, stand_ins
 from megarl.commands.convert_verl.option import Option
 from megarl.commands.convert_verl.sampling import ASYNC_FLOW, ASYNC_FLOW_DEFAULTS, PARTIAL_ROLLOUT
@@ -49,12 +51,19 @@ _OF_KIND: dict[str, tuple[list[Option], dict[str, Any]]] = {
 """Options of a kind of RL trainer that precede the tables, and its defaults."""
 
 
+_MINOR = "without effect on what the run computes:"
+
+
 @dataclass(frozen=True)
 class Converted:
-    """The text of a recipe, and its notes, which the text also has as comments at the top."""
+    """The text of a recipe, and its notes, which the text also has as comments at the top.
+
+    minor: the last notes, of options without counterpart that change nothing in the result.
+    """
 
     text: str
     notes: list[str]
+    minor: frozenset[str] = frozenset()
 
 
 def convert(
@@ -80,21 +89,24 @@ def convert(
     chosen = {
         name: str(value) for name, value in overrides.items() if name in ("algorithm.advantage", "algorithm.loss")
     }
+    context = context or ScriptContext()
     command = read_command(text, variables, context)
-    options, config = read_options(command.arguments)
+    options, flags = read_options(command.arguments)
+    config = read_config(flags, command, context)
+    options = config.options | options
     _check_names(text, variables, accepted, options)
     user_choices = frozenset({*overrides, *accepted})
-    conversion = _translated(command, config, options, user_choices, chosen, rows=rows)
+    conversion = _translated(command, config.base, options, user_choices, chosen, rows=rows)
     conversion.check()
     conversion.settings |= overrides
     _drop_unused(conversion, overrides.keys())
     _drop_rejected(conversion, overrides.keys())
     _note_model(conversion)
     _note_exports(conversion, text)
-    conversion.notes += command.notes
-    conversion.notes.sort(key=_line)
+    conversion.notes += [*command.notes, *config.notes]
+    conversion.notes.sort(key=lambda note: (note in conversion.minor, _line(note)))
     conversion.notes[:0] = open_notes(conversion)
-    return Converted(_recipe(conversion, source), conversion.notes)
+    return Converted(_recipe(conversion, source), conversion.notes, frozenset(conversion.minor))
 
 
 def _check_names(text: str, variables: Collection[str], accepted: Collection[str], options: Collection[str]) -> None:
@@ -117,16 +129,18 @@ def _translated(
     *,
     rows: int | None,
 ) -> Conversion:
-    """Apply the tables and the derived settings. config: --config-name. chosen: advantage and loss that the user sets."""
+    """Apply the tables and the derived settings. config: the name of verl's configuration file. chosen: advantage and loss that the user sets."""
     entry = command.entry
     if entry.kind == "sft":
         optim = OPTIM_DEFAULTS.get(str(options["optim"].value) if "optim" in options else "", {})
+        resolve_references(options, SFT_DEFAULTS[entry.module])
         conversion = Conversion(options, SFT_DEFAULTS[entry.module] | optim, user_choices=user_choices)
         set_aside(conversion, [*SFT, *TRAINER], command.absences)
         conversion.apply([*SFT, *TRAINER])
         translate_sft(conversion, processes=_processes(command, conversion), rows=rows)
         return conversion
     first, defaults = _OF_KIND.get(entry.kind, ([], DEFAULTS))
+    resolve_references(options, defaults | dict(entry.defaults))
     conversion = Conversion(options, defaults | dict(entry.defaults), user_choices=user_choices)
     table = [*first, *RL, *TRAINER]
     set_aside(conversion, table, command.absences)
@@ -177,8 +191,8 @@ def convert_file(
         raise InputError(f"{file} cannot be read: {error}") from error
     source, script = ("a command line", None) if file == "-" else (Path(file).name, file)
     converted = convert(text, arguments, rows=rows, accepted=accepted, source=source, context=ScriptContext(script))
-    for note in converted.notes:
-        print(note, file=sys.stderr)
+    for line in _listed(converted.notes, converted.minor):
+        print(line, file=sys.stderr)
     if out is None:
         print(converted.text, end="")
     else:
@@ -288,11 +302,17 @@ def _recipe(conversion: Conversion, source: str) -> str:
             f"the command results in an invalid recipe:{error}\n  Add the setting after the file, as in {error.key}=VALUE."
         ) from error
     head = [f"# Converted from {source} by megarl convert-config. Options that were changed or omitted:"]
-    head += [f"#   {note}" for note in conversion.notes] or ["#   nothing"]
+    head += [f"#   {line}" for line in _listed(conversion.notes, conversion.minor)] or ["#   nothing"]
     text = "\n".join(head) + "\n" + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
     if names := absent_names(text):
         raise InputError(f"the script does not set ${names[0]}: add {names[0]}=VALUE after the file")
     return text
+
+
+def _listed(notes: Sequence[str], minor: Collection[str]) -> list[str]:
+    """Return the notes with a heading in front of the minor ones."""
+    first = [note for note in notes if note not in minor]
+    return [*first, _MINOR, *notes[len(first) :]] if len(first) < len(notes) else first
 
 
 def _load(content: Mapping[str, Any]) -> Recipe:

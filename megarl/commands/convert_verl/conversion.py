@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -12,24 +11,15 @@ from typing import Any
 
 import yaml
 
+from megarl.commands.convert_verl.hydra.overrides import OptionValue
 from megarl.commands.convert_verl.option import Option
-from megarl.commands.convert_verl.shell.parser import Argument
 from megarl.errors import InputError, cut_end
 from megarl.recipe.load import OPEN
 
-_OVERRIDE = re.compile(r"(~|\+{0,2})([\w@./-]+?)(?:=(.*))?", re.DOTALL)
 _ALGORITHMIC = ("algorithm.", "actor_rollout_ref.actor.", "critic.optim.", "distillation.", "async_training.")
 _HARMLESS = ("trainer.", "ray_kwargs.", "global_profiler.", "checkpoint.", "hydra.")
-"""Prefixes of options that are left out even if the tables lack them. Any other unknown option is refused, as by Hydra."""
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-
-
-@dataclass(frozen=True)
-class OptionValue:
-    """The value of an option in the command, and its line."""
-
-    value: Any
-    line: int
+"""Prefixes of options that are left out if the tables lack them and have no similar name. Any other unknown option is refused, as by
+Hydra."""
 
 
 @dataclass
@@ -39,7 +29,7 @@ class Conversion:
     options: the options of the command by name. defaults: verl's defaults. settings: the recipe's, by dotted key.
     user_choices: keys of the recipe that the user sets, and options of verl that may be left out; nothing is refused for them.
     origins: the option that each setting came from. open: options without a value, and the script's text (`open_settings.py`).
-    notes: one line per option that was changed or omitted.
+    notes: one line per option that was changed or omitted. minor: the notes of options that change nothing in the result.
     """
 
     options: dict[str, OptionValue]
@@ -48,12 +38,20 @@ class Conversion:
     origins: dict[str, str] = field(default_factory=dict)
     open: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    minor: set[str] = field(default_factory=set)
     user_choices: Collection[str] = ()
     refused: dict[str, str] = field(default_factory=dict)  # options -> the reason, in the order of the command
 
     def get(self, option: str, otherwise: Any = None) -> Any:
         """Return the command's value, else verl's default, else `otherwise`."""
         return self.options[option].value if option in self.options else self.defaults.get(option, otherwise)
+
+    def is_on(self, option: str) -> bool:
+        """Return the value of a switch; 1 and 0 count as True and False, null as False. Raises InputError for any other value."""
+        value = self.get(option)
+        if value not in (None, "", OPEN, True, False):  # 1 == True
+            raise InputError(f"{self.where(option)}{option}={value!r} is not True or False; write one of these")
+        return value in (True, 1)
 
     def number(self, option: str, otherwise: int | None = None) -> int:
         value = self.get(option, otherwise)
@@ -66,12 +64,14 @@ class Conversion:
         return next((self.options[option].value for option in options if option in self.options), None)
 
     def where(self, option: str) -> str:
-        return f"line {self.options[option].line}: " if option in self.options else ""
+        return f"{self.options[option].place}: " if option in self.options else ""
 
-    def note(self, option: str, reason: str) -> None:
-        """Add a note with the reason why `option` was changed or omitted."""
+    def note(self, option: str, reason: str, *, minor: bool = False) -> None:
+        """Add a note with the reason why `option` was changed or omitted. minor: the result is the same without it."""
         value = f"={_short(self.options[option].value)}" if option in self.options else " (verl's default)"
         self.notes.append(f"{self.where(option)}{option}{value}: {reason}")
+        if minor:
+            self.minor.add(self.notes[-1])
 
     def leave_out(self, option: str, reason: str, *, to: str = "", changes: bool = False) -> None:
         """Note that `option` is left out; refuse it if that changes the algorithm, unless the user accepts it (`check`).
@@ -121,17 +121,17 @@ class Conversion:
                 self.note(name, "the dataset class reads it")
             elif option is None:
                 near = difflib.get_close_matches(name, [row.verl for row in table], n=1, cutoff=0.85)
-                reason = f"unknown option, omitted{f'; nearest: {near[0]}' if near else ''}"
-                self.leave_out(name, reason, changes=not name.startswith(_HARMLESS))
+                reason = f"unknown option{f'; nearest: {near[0]}' if near else ', omitted'}"
+                self.leave_out(name, reason, changes=bool(near) or not name.startswith(_HARMLESS))
             elif option.to is None and self.get(name) in option.same:
                 continue
             elif name in unread:
-                self.note(name, f"not used: {unread[name]}")
-            elif option.changes:
+                self.note(name, f"not used: {unread[name]}", minor=True)
+            elif option.changes and not option.names:
                 self.leave_out(name, f"no counterpart: {option.remark}", changes=True)
             elif option.to is None:
                 if name in self.options:
-                    self.note(name, f"no counterpart: {option.remark}")
+                    self.note(name, f"no counterpart: {option.remark}", minor=not option.differs)
             elif not option.derived:
                 self._take(name, option)
 
@@ -150,7 +150,9 @@ class Conversion:
             key = value if isinstance(value, (str, bool, type(None))) else str(value)
             if key not in option.names:
                 supported = ", ".join(map(str, option.names))
-                self.leave_out(name, f"this value has no counterpart; supported: {supported}", to=str(option.to))
+                reason = f"this value has no counterpart; supported: {supported}"
+                reason += f"; {option.remark}" if option.changes else ""
+                self.leave_out(name, reason, to=str(option.to), changes=option.changes)
                 return
             value = option.names[key]
         elif value is None:
@@ -169,51 +171,6 @@ class Conversion:
                 return  # a default does not replace an option of the command
             self.note(self.origins[to], f"not used: {name} also sets {to}")
         self.settings[to], self.origins[to] = value, name
-
-
-def read_options(arguments: Sequence[Argument]) -> tuple[dict[str, OptionValue], str]:
-    """Parse Hydra's overrides and --config-name. The last override of an option counts. Raises InputError."""
-    options: dict[str, OptionValue] = {}
-    config, rest = "", list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if argument.text.startswith("--"):
-            flag, equals, value = argument.text.partition("=")
-            if flag not in ("--config-path", "--config-name", "--config-dir"):
-                raise InputError(f"line {argument.line}: the hydra option {argument.text} is not supported")
-            value = value if equals else rest.pop(0).text if rest else ""
-            config = value if flag == "--config-name" else config
-            continue
-        match = _OVERRIDE.fullmatch(argument.text)
-        if not match or (match[3] is None and match[1] != "~"):
-            raise InputError(f"line {argument.line}: {argument.text!r} is not an override of the form key=value")
-        if match[1] == "~":
-            raise InputError(f"line {argument.line}: {argument.text!r} deletes an option, which is not supported")
-        options[match[2]] = OptionValue(value_of(match[3], argument.line), argument.line)
-    return options, config
-
-
-def value_of(text: str, line: int) -> Any:
-    """Parse the value of an override: a number, a word, True, null or a list.
-
-    Raises InputError if it refers to other options.
-    """
-    if not text:
-        return text
-    if "${" in text:
-        raise InputError(f"line {line}: {text!r} refers to other options of verl; write the value instead")
-    if _NUMBER.fullmatch(text):
-        return float(text) if re.search(r"[.eE]", text) else int(text)
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        if text.startswith("{"):
-            return text  # a mapping in Hydra's own syntax
-        raise InputError(f"line {line}: the value {text!r} cannot be read") from error
-    if isinstance(value, (str, list, type(None))) or text.startswith("{"):
-        return value
-    # YAML reads further words as True or False, and 12:30 or 0x10 as numbers; Hydra reads them as text
-    return value if isinstance(value, bool) and text.lower() in ("true", "false") else text
 
 
 def _short(value: Any) -> str:

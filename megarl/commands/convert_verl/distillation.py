@@ -24,7 +24,7 @@ _KNOWN = (
 def translate_distillation(conversion: Conversion) -> None:
     """Set teacher, loss and advantage of a run with `distillation.enabled`. Raises InputError for what megarl lacks."""
     settings, get = conversion.settings, conversion.get
-    if get(_ENABLED) is not True or {_ENABLED, "algorithm.reference"} & {*conversion.user_choices}:
+    if not conversion.is_on(_ENABLED) or {_ENABLED, "algorithm.reference"} & {*conversion.user_choices}:
         return
     for name in conversion.options:
         translated = any(fnmatch.fnmatchcase(name, pattern) for pattern in _KNOWN)
@@ -39,7 +39,7 @@ def translate_distillation(conversion: Conversion) -> None:
         _policy_gradient(conversion)
     elif rewards:
         _check(conversion, mode in KL_ESTIMATORS, "with task rewards the loss is an estimator of the KL")
-        if get("actor_rollout_ref.actor.use_kl_loss") is True or get("algorithm.use_kl_in_reward") is True:
+        if conversion.is_on("actor_rollout_ref.actor.use_kl_loss") or conversion.is_on("algorithm.use_kl_in_reward"):
             raise InputError(
                 f"{conversion.where(_ENABLED)}megarl has one KL term: to the teacher, or to the initial weights"
             )

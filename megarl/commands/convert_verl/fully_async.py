@@ -16,6 +16,7 @@ from megarl.errors import InputError
 
 _A, _R, _ASYNC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "async_training"
 _STALENESS, _PARTIAL = f"{_ASYNC}.staleness_threshold", f"{_ASYNC}.partial_rollout"
+_BYPASS = "algorithm.rollout_correction.bypass_mode"
 _TOTAL, _CONCURRENT = "rollout.total_rollout_steps", f"{_ASYNC}.concurrent_samples_per_replica"
 _HYBRID = "the trainers' devices do not sample"
 _UNREAD = "verl's fully asynchronous trainer does not read it"
@@ -81,6 +82,10 @@ def translate_fully_async(conversion: Conversion, updates: Updates, *, megatron:
             f"verl runs at most {conversion.get(_CONCURRENT)} groups per engine (concurrent_samples_per_replica); here engines "
             "get all admitted groups at once, and rollout.engine_args.max_num_seqs limits the requests that run"
         )
+    if _BYPASS not in conversion.options:
+        conversion.note(
+            _BYPASS, "algorithm.old_log_probs=rollout; in verl of January 2026 it was False, which is computed"
+        )
     warmup = conversion.get("trainer.critic_warmup") or 0
     if warmup:
         conversion.settings["critic.warmup_steps"] = -(-warmup // updates.count)
@@ -101,7 +106,7 @@ def _at_update(conversion: Conversion) -> None:
         raise InputError(f"{conversion.where(_STALENESS)}{_STALENESS}={staleness} is not a number of at least 0")
     if not staleness:
         return
-    if conversion.get(_PARTIAL) is not True:
+    if not conversion.is_on(_PARTIAL):
         settings["rollout.at_update"] = "drain"
         conversion.note(
             _PARTIAL,
@@ -150,7 +155,7 @@ def _filter(conversion: Conversion) -> None:
     """Leave out dynamic sampling, which the trainer does not read."""
     conversion.drop("algorithm.dynamic_sampling.")
     option = "algorithm.filter_groups.enable"
-    if conversion.get(option) is True:
+    if conversion.is_on(option):
         conversion.note(option, f"not used: {_UNREAD}")
 
 

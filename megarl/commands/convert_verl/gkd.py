@@ -60,7 +60,7 @@ def translate_gkd(conversion: Conversion) -> None:
     context_parallel = int(settings.get("megatron.context_parallel", 1))
     longest = settings["data.max_prompt_length"] + settings["rollout.max_response_length"]
     tokens = -(-conversion.number(f"{_A}.micro_batch_size") * longest // context_parallel)
-    dynamic = get(f"{_A}.use_dynamic_bsz") is True
+    dynamic = conversion.is_on(f"{_A}.use_dynamic_bsz")
     settings["actor.max_tokens_per_micro_batch"] = conversion.number(f"{_A}.max_token_len") if dynamic else tokens
     conversion.open[_SERVER] = "the model that the teacher's server loads"
     conversion.origins["teacher.path"] = _SERVER

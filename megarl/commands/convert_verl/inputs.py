@@ -103,7 +103,7 @@ def _translate_tools(conversion: Conversion) -> bool:
     get, chosen = conversion.get, {*conversion.user_choices}
     file, functions = f"{_R}.multi_turn.tool_config_path", f"{_R}.multi_turn.function_tool_path"
     switches = {
-        f"{_R}.multi_turn.enable": get(f"{_R}.multi_turn.enable") is True,
+        f"{_R}.multi_turn.enable": conversion.is_on(f"{_R}.multi_turn.enable"),
         f"{_R}.agent.default_agent_loop": get(f"{_R}.agent.default_agent_loop") == "tool_agent",
         file: bool(get(file)),
         functions: bool(get(functions)),
@@ -114,7 +114,9 @@ def _translate_tools(conversion: Conversion) -> bool:
     if switches[file] and not {*options} & chosen:
         conversion.settings |= {"agent.tools": [str(get(file))], "agent.tool_rewards": "scorer"}
         conversion.note(
-            file, "an instance lasts for a sample, in verl's tool agent loop for a call; YAML and classes must be here"
+            file,
+            "every row has the tools, in verl rows with agent_name=tool_agent; an instance lasts for a sample, in verl for a call; "
+            "YAML and classes must be here",
         )
         if switches[functions]:
             conversion.leave_out(functions, _FUNCTIONS, to="agent.tools", changes=True)
@@ -210,7 +212,7 @@ def translate_columns(conversion: Conversion) -> None:
 def translate_sft_columns(conversion: Conversion) -> None:
     """Set the columns of demonstrations. Of verl's SFT trainers the first reads prompt and response, or messages."""
     get = conversion.get
-    if "data.prompt_key" in conversion.defaults and get("data.multiturn.enable") is not True:
+    if "data.prompt_key" in conversion.defaults and not conversion.is_on("data.multiturn.enable"):
         columns = {"prompt": "data.prompt", "response": "data.response"}
         names = {key: [get(f"{option}_key"), *_list(get(f"{option}_dict_keys"))] for key, option in columns.items()}
     else:

@@ -45,7 +45,7 @@ def translate_lora(conversion: Conversion, *, megatron: bool) -> None:
     if not megatron and (path := get(option := f"{read}adapter_path")):  # Megatron's is not a PEFT directory
         settings["lora.path"] = path
         conversion.note(option, "the reference policy has these adapters, too; verl's is the model without adapters")
-    if get(f"{_MODEL}.lora.merge") is True:
+    if conversion.is_on(f"{_MODEL}.lora.merge"):
         settings["weight_sync.adapters"] = "merged"
     if megatron and get(f"{read}type", "lora") == "lora":
         conversion.note(f"{read}type", "each of the fused layers has separate adapters, as with canonical_lora")

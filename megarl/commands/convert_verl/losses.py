@@ -12,7 +12,7 @@ _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 def translate_kl(conversion: Conversion) -> None:
     settings, get = conversion.settings, conversion.get
-    in_loss, in_reward = get(f"{_A}.use_kl_loss") is True, get("algorithm.use_kl_in_reward") is True
+    in_loss, in_reward = map(conversion.is_on, (f"{_A}.use_kl_loss", "algorithm.use_kl_in_reward"))
     if in_loss and in_reward:
         raise InputError(
             "use_kl_loss and use_kl_in_reward are both True; megarl has one KL term, in the loss or in the reward"

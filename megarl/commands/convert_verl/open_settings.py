@@ -9,9 +9,10 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from megarl.commands.convert_verl.conversion import Conversion, OptionValue
+from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.option import Option
 from megarl.commands.convert_verl.shell.values import Undetermined, absent_names, combined, without_absent
 from megarl.recipe.load import OPEN
@@ -42,14 +43,14 @@ def set_aside(conversion: Conversion, table: Sequence[Option], absences: Mapping
             continue
         shown = _shown(option.value)
         if to in _PATHS or name in _DEVICES:
-            conversion.options[name] = OptionValue(OPEN, option.line)
+            conversion.options[name] = replace(option, value=OPEN)
             reason = f", not {', '.join(_FORMATS)}" if unreadable and not names else ""
             conversion.open[name] = f"{shown}{reason}"
         elif to in _NAMES:
-            conversion.options[name] = OptionValue(without_absent(texts[0], "").strip("-_/ "), option.line)
+            conversion.options[name] = replace(option, value=without_absent(texts[0], "").strip("-_/ "))
             conversion.note(name, f"without {', '.join(f'${each}' for each in names)}, which the script does not set")
         elif not to and name not in ("model_engine", "actor_rollout_ref.actor.strategy"):
-            conversion.options[name] = OptionValue(shown, option.line)
+            conversion.options[name] = replace(option, value=shown)
         else:
             errors += [absences[each] for each in names]
     if errors:

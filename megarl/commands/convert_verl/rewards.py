@@ -12,6 +12,8 @@ OVERLONG = (
     "reward_model.reward_kwargs.overlong_buffer_cfg",
     "reward.reward_kwargs.overlong_buffer_cfg",
 )
+LONGEST = ("reward_model.reward_kwargs.max_resp_len", "reward.reward_kwargs.max_resp_len")
+"""Options with the length from which verl counts the buffer of long responses."""
 _BY_ROW = "each sample is scored separately: by reward.function, or by the scorer of its data_source (docs/rewards.md)"
 _SERVER = "it concerns the reward model's server, which is started separately"
 _MODELS = {"reward.reward_model": "model_path", "reward_model": "model.path"}
@@ -27,7 +29,7 @@ OF_REWARD = [
     *(Option(f"{prefix}.reward_kwargs*", "reward.arguments.*", "same name in megarl") for prefix in _FUNCTIONS),
     *no_counterpart(_BY_ROW, "reward_model.reward_manager", "reward.reward_manager.name", same=(None, "naive", "dapo", "prime", "gdpo"), changes=True),
     *no_counterpart(_BY_ROW, "reward.reward_manager.*", "reward_model.reward_loop_*", same=(None, "register"), changes=True),
-    *no_counterpart("always rollout.max_response_length", "reward_model.reward_kwargs.max_resp_len", "reward.reward_kwargs.max_resp_len"),
+    *(Option(name, None, "always rollout.max_response_length; another value is refused with an overlong_buffer", derived=True) for name in LONGEST),
     *(option for prefix in OVERLONG for option in (
         Option(f"{prefix}.enable", "algorithm.overlong.penalty_buffer", "False is 0", derived=True),
         Option(f"{prefix}.len", "algorithm.overlong.penalty_buffer", "if enable is True", derived=True),
@@ -72,7 +74,7 @@ def translate_reward_function(conversion: Conversion) -> None:
 def _reward_model(conversion: Conversion) -> None:
     """Set the scorer `reward_model`, or the arguments that verl adds to a custom_reward_function, and note the server's command."""
     get, settings = conversion.get, conversion.settings
-    prefix = next((prefix for prefix in _MODELS if get(f"{prefix}.enable") is True), None)
+    prefix = next((prefix for prefix in _MODELS if conversion.is_on(f"{prefix}.enable")), None)
     if prefix is None:
         return
     option, path = f"{prefix}.enable", get(f"{prefix}.{_MODELS[prefix]}")
@@ -94,7 +96,7 @@ def _reward_model(conversion: Conversion) -> None:
             f"reward.arguments.reward_router_address=HOST:PORT; verl has no limit for its answer, here it is reward.timeout",
         )
         return
-    if any(get(f"{overlong}.enable") is True for overlong in OVERLONG):
+    if any(conversion.is_on(f"{overlong}.enable") for overlong in OVERLONG):
         raise InputError(
             f"{conversion.where(option)}with {option}=True verl ignores overlong_buffer; remove one of the two"
         )

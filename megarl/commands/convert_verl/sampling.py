@@ -21,7 +21,7 @@ OF_SAMPLING = [
     Option(f"{_V1}.*.num_warmup_batches", "rollout.max_staleness", "with the trainer_mode of the same name", derived=True),
     Option(f"{_V1}.separate_async.parameter_sync_step", "actor.mini_batches", "with trainer_mode=separate_async: data.train_batch_size is this x ppo_mini_batch_size", derived=True),
     *(Option(f"{_R}.{name}", "rollout.engines", "with trainer_mode=separate_async", derived=True) for name in ("nnodes", "n_gpus_per_node")),
-    Option(f"{_V1}.sampler.max_off_policy_*", None, "no group is dropped: rollout.max_staleness and rollout.window bound the lag"),
+    Option(f"{_V1}.sampler.max_off_policy_*", None, "no group is dropped: rollout.max_staleness and rollout.window bound the lag", differs=True),
     Option(f"{_V1}.separate_async.hybrid_rollout.enable_switch", None, "the trainers' devices do not sample", same=(False,)),
     Option(f"{_V1}.separate_async.hybrid_rollout.*", None, "the trainers' devices do not sample"),
     Option("trainer.use_v1", None, "it selects one of verl's implementations"),
@@ -109,7 +109,7 @@ def sampling_of(conversion: Conversion, kind: Kind) -> TrainerSampling:
             (f"{_DEVICES}.actor_train.nnodes", f"{_DEVICES}.actor_train.n_gpus_per_node"),
             get(f"{_FLOW}.staleness"),
         )
-        rule = "refresh" if ahead and get(f"{_FLOW}.wait_for_inflight_requests") is not True else "drain"
+        rule = "refresh" if ahead and not conversion.is_on(f"{_FLOW}.wait_for_inflight_requests") else "drain"
         return TrainerSampling(trainers, _TRAINER, ahead, rule)
     if mode == "sync":
         return TrainerSampling()

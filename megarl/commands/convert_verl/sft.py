@@ -7,7 +7,14 @@ from typing import Any
 from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.inputs import translate_sft_columns
 from megarl.commands.convert_verl.option import Option, no_counterpart
-from megarl.commands.convert_verl.table import ALWAYS, SAME_NAME, ULYSSES, layout_options, lite_options
+from megarl.commands.convert_verl.table import (
+    ALWAYS,
+    SAME_NAME,
+    ULYSSES,
+    layout_options,
+    lite_options,
+    optimizer_overrides,
+)
 from megarl.commands.convert_verl.trainers import translate_router_losses
 from megarl.commands.convert_verl.translate import common, drop_evaluation_data, translate_prompts
 
@@ -56,7 +63,7 @@ SFT = [
     *no_counterpart("AdamW is the only optimizer", "optim.optimizer", same=("AdamW", "adamw", "adam", "FusedAdam"), changes=True),
     *no_counterpart("it selects one of verl's implementations", "optim.optimizer_impl"),
     *no_counterpart("moments and master weights are float32", *(f"optim.{name}" for name in ("master_weights", "store_param_remainders", "exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype"))),
-    *no_counterpart("optimizer states in host memory: actor.optimizer.extra.optimizer_cpu_offload or megatron.extra.swap_optimizer, depending on the device", "optim.override_optimizer_config*"),
+    *optimizer_overrides("optim", "optimizer states in host memory: actor.optimizer.extra.optimizer_cpu_offload or megatron.extra.swap_optimizer, depending on the device"),
     Option("optim.lr_warmup_steps", "actor.optimizer.warmup_steps"),
     Option("optim.lr_warmup_steps_ratio", "actor.optimizer.warmup_steps", "x train.steps", derived=True),
     Option("model.lora_rank", "lora.rank"),
@@ -111,7 +118,7 @@ def translate_sft(conversion: Conversion, *, processes: int | str, rows: int | N
         of_experts = conversion.first("engine.expert_tensor_parallel_size", "engine.etp")
         settings["megatron.expert_tensor_parallel"] = of_experts or settings.get("megatron.tensor_parallel", 1)
     translate_router_losses(conversion, "engine.", "megatron")
-    if get("data.use_dynamic_bsz") is True:
+    if conversion.is_on("data.use_dynamic_bsz"):
         settings["actor.max_tokens_per_micro_batch"] = conversion.number("data.max_token_len_per_gpu", 8192) * size
     else:
         settings["actor.max_tokens_per_micro_batch"] = conversion.number("data.micro_batch_size_per_gpu", 4) * longest

@@ -44,6 +44,7 @@ METRICS = {"acc": "accuracy", "score": "reward", "seq_reward": "reward", "seq_fi
 RESUME = {"disable": "never", "auto": "auto"}
 
 _CONFIG = "the model's config.json determines it"
+_CONFIGS = "actor_rollout_ref.model.override_config"
 SAME_NAME = "same name in megarl"
 ULYSSES = "tensor parallelism of the same size, which also splits sequences"
 ALWAYS = "megarl always does this"
@@ -88,9 +89,27 @@ def lite_options(prefix: str, to: str) -> list[Option]:
     ]
 
 
+def optimizer_overrides(prefix: str, remark: str) -> list[Option]:
+    """Return the fields of Megatron's optimizer that verl overrides below `prefix`. remark: of fields that concern its place in memory."""
+    config = f"{prefix}.override_optimizer_config"
+    in_memory = (
+        "optimizer_cpu_offload",
+        "*offload_fraction",
+        "overlap_cpu_optimizer_d2h_h2d",
+        "use_precision_aware_optimizer",
+        "fp8_recipe",
+    )
+    return [
+        *no_counterpart(remark, *(f"{config}.{name}" for name in in_memory)),
+        *no_counterpart("AdamW, with decoupled weight decay", f"{config}.decoupled_weight_decay", same=(True,), changes=True),
+        *no_counterpart("set actor.optimizer or critic.optimizer", f"{config}*", same=({}, None), changes=True),
+    ]  # fmt: skip
+
+
 RL = [
     Option("actor_rollout_ref.model.path", "model.path"),
     Option("actor_rollout_ref.model.tokenizer_path", "model.tokenizer"),
+    Option("actor_rollout_ref.model.custom_chat_template", "data.chat_template"),
     Option("data.train_files", "data.train_files"),
     Option("data.val_files", "data.eval_files"),
     Option("data.train_batch_size", "data.prompts_per_step"),
@@ -111,7 +130,7 @@ RL = [
     Option("data.custom_cls.name", "data.train_files, data.eval_files", "see data.custom_cls.path", derived=True),
     *no_counterpart("rows come in the order of data.shuffle and data.curriculum", "data.sampler.*", same=(None,), changes=True),
     *no_counterpart("rows are fixed before the run", "data.datagen.*", same=(None,), changes=True),
-    *no_counterpart("the preparation of rows has no setting", "data.filter_overlong_prompts_workers", "data.dataloader_num_workers", "data.return_raw_chat", "data.return_raw_input_ids", "data.image_patch_size", "actor_rollout_ref.model.use_shm"),
+    *no_counterpart("the preparation of rows has no setting", "data.filter_overlong_prompts_workers", "data.dataloader_num_workers", "data.return_raw_chat", "data.return_raw_input_ids", "data.return_multi_modal_inputs", "data.image_patch_size", "actor_rollout_ref.model.use_shm"),
     *no_counterpart("evaluation takes all rows at once, in the order of the file", "data.val_batch_size", "data.validation_shuffle"),
     Option("data.val_max_samples", "evaluation.limit", "-1 is all rows", derived=True),
     *no_counterpart("every row is used", "data.train_max_samples", same=(-1,), changes=True),
@@ -183,7 +202,7 @@ RL = [
     )),
     *(Option(f"{prefix}.{name}", f"{section}.init_lr_ratio", remark, derived=True) for prefix, section in ((f"{_A}.optim", "actor.optimizer"), ("critic.optim", "critic.optimizer")) for name, remark in (("init_lr_ratio", ""), ("lr_warmup_init", "divided by lr"))),
     *no_counterpart("AdamW is the only optimizer", f"{_A}.optim.optimizer", "critic.optim.optimizer", same=("AdamW", "adamw", "adam"), changes=True),
-    *no_counterpart("optimizer states in host memory: actor.optimizer.extra.optimizer_cpu_offload or megatron.extra.swap_optimizer, depending on the device", f"{_A}.optim.override_optimizer_config*"),
+    *optimizer_overrides(f"{_A}.optim", "optimizer states in host memory: actor.optimizer.extra.optimizer_cpu_offload or megatron.extra.swap_optimizer, depending on the device"),
     *no_counterpart("it selects verl's trainers; megarl trains with Megatron", f"{_A}.strategy", "model_engine", same=("megatron",)),
     *layout_options(f"{_A}.megatron.", "megatron"),
     Option(f"{_A}.megatron.*_offload", "megatron.offload", "true if any is True", derived=True),
@@ -195,7 +214,10 @@ RL = [
     Option("actor_rollout_ref.model.enable_gradient_checkpointing", "megatron.recompute", names={True: "full", False: "none"}),
     *no_counterpart(_FSDP, f"{_A}.fsdp_config.*", f"{_A}.use_torch_compile", f"{_A}.entropy_checkpointing", f"{_A}.entropy_from_logits_with_chunking", "actor_rollout_ref.model.use_liger", "actor_rollout_ref.model.use_fused_kernels", "actor_rollout_ref.model.fused_kernel_options.*", "actor_rollout_ref.model.enable_activation_offload"),
     *no_counterpart(ALWAYS, "actor_rollout_ref.model.use_remove_padding", f"{_R}.free_cache_engine", f"{_R}.calculate_log_probs", "trainer.balance_batch", same=(True,)),
-    *no_counterpart(_CONFIG, "actor_rollout_ref.model.override_config*", "actor_rollout_ref.model.trust_remote_code", "critic.model.trust_remote_code", "data.trust_remote_code", "actor_rollout_ref.model.torch_dtype"),
+    *no_counterpart("it changes nothing that the model computes", f"{_CONFIGS}.*max_position_embeddings", f"{_CONFIGS}.*attn_implementation"),
+    *no_counterpart("the model's config.json determines it", f"{_CONFIGS}.*_pdrop", f"{_CONFIGS}.*dropout", same=(0, None), changes=True),
+    *no_counterpart("write it into the config.json of model.path", f"{_CONFIGS}*", same=({}, None), changes=True),
+    *no_counterpart(_CONFIG, "actor_rollout_ref.model.trust_remote_code", "critic.model.trust_remote_code", "data.trust_remote_code", "actor_rollout_ref.model.torch_dtype"),
     Option("actor_rollout_ref.model.lora_rank", "lora.rank", "with FSDP", derived=True),
     Option("actor_rollout_ref.model.lora_alpha", "lora.alpha", "with FSDP", derived=True),
     Option("actor_rollout_ref.model.target_modules", "lora.targets", "with FSDP", derived=True),
@@ -209,6 +231,7 @@ RL = [
     *no_counterpart("all of the critic's weights are trained", "critic.model.lora_rank", "critic.model.lora.rank", same=(0,), changes=True),
     *no_counterpart("all of the critic's weights are trained", "critic.model.lora*"),
     *no_counterpart(_TOKENS, f"{_R}.log_prob_*"),
+    *no_counterpart("the reference policy is the actor before the run", "actor_rollout_ref.ref.model.*", "actor_rollout_ref.ref.path", changes=True),
     *no_counterpart(_REFERENCE, "actor_rollout_ref.ref.*"),
     Option(f"{_R}.multi_turn.enable", "agent.tools", "with tool_config_path; otherwise give agent.tools after the file", derived=True),
     Option(f"{_R}.multi_turn.max_assistant_turns", "agent.max_turns"),
@@ -217,7 +240,7 @@ RL = [
     Option(f"{_R}.multi_turn.tool_config_path", "agent.tools, agent.tool_rewards", "the rewards of tools are for scorer alone, as in verl", derived=True),
     Option(f"{_R}.multi_turn.function_tool_path", "agent.tools", "refused: give agent.tools after the file", derived=True),
     Option(f"{_R}.multi_turn.max_user_turns", "agent.max_turns", "one more, if max_assistant_turns is not less", derived=True),
-    *no_counterpart("agent.max_answer_tokens limits tokens, not characters", f"{_R}.multi_turn.max_tool_response_length", f"{_R}.multi_turn.tool_response_truncate_side"),
+    *no_counterpart("agent.max_answer_tokens limits tokens, not characters", f"{_R}.multi_turn.max_tool_response_length", f"{_R}.multi_turn.tool_response_truncate_side", differs=True),
     Option(f"{_R}.multi_turn.interaction_config_path", "agent.interaction, agent.tool_rewards", "the user's scores are for the scorer alone, as in verl", derived=True),
     Option(f"{_R}.multi_turn.*", "agent.loop_arguments", "with agent_loop_config_path; otherwise unknown options are refused", derived=True),
     Option(f"{_R}.agent.agent_loop_config_path", "agent.loop, agent.loop_arguments", "with the options of multi_turn, which loops may read", derived=True),
@@ -241,18 +264,19 @@ RL = [
     *lite_options(f"{_A}.engine.", "megatron"),
     Option(f"{_A}.engine.*_offload", "megatron.offload", "true if any is True", derived=True),
     *no_counterpart("megarl trains with Megatron", f"{_A}.torchtitan.*", f"{_A}.veomni.*", f"{_A}.engine.*", "actor@actor_rollout_ref.actor", "hydra.searchpath", f"{_A}.model_engine", f"{_A}.data_loader_seed", f"{_A}.use_prefix_grouper", f"{_A}.megatron.use_megatron_fsdp"),
-    *no_counterpart("megarl decides it", f"{_A}.pad_to_length*", f"{_A}.megatron.sequence_parallel", f"{_A}.megatron.use_remove_padding", f"{_R}.prompt_length", f"{_R}.response_length", f"{_R}.skip_tokenizer_init", f"{_R}.layered_summon", f"{_R}.disable_log_stats", f"{_R}.enable_sleep_mode", f"{_R}.multi_stage_wake_up", f"{_R}.cudagraph_capture_sizes", f"{_R}.checkpoint_engine.*"),
+    *no_counterpart("megarl decides it", f"{_A}.pad_to_length*", f"{_A}.megatron.sequence_parallel", f"{_A}.megatron.use_remove_padding", f"{_R}.skip_tokenizer_init", f"{_R}.layered_summon", f"{_R}.disable_log_stats", f"{_R}.enable_sleep_mode", f"{_R}.multi_stage_wake_up", f"{_R}.cudagraph_capture_sizes", f"{_R}.checkpoint_engine.*"),
+    *(Option(f"{_R}.{side}_length", None, f"it must be equal to data.max_{side}_length", derived=True) for side in ("prompt", "response")),
     *no_counterpart("verl does not read it", f"{_R}.over_sample_rate", "data.min_response_length"),
     *no_counterpart("see docs/metrics.md", f"{_R}.prometheus.*"),
     *no_counterpart("requests go to the engine with the fewest groups", f"{_R}.engine_kwargs.dynamo.*"),
     *no_counterpart("it belongs to TensorRT-LLM", f"{_R}.moe_tensor_parallel_size", f"{_R}.engine_kwargs.trtllm.*"),
     *no_counterpart("see observe.samples", f"{_R}.trace.*"),
-    *no_counterpart("every step samples anew", "skip.*"),
-    *no_counterpart("code runs in megarl's sandbox (docs/sandbox.md)", "*reward_model.sandbox_fusion.*", "reward.sandbox_fusion.*", "sandbox_fusion.*"),
+    *no_counterpart("every step samples anew", "skip.*", differs=True),
+    *no_counterpart("code runs in megarl's sandbox (docs/sandbox.md)", "*reward_model.sandbox_fusion.*", "reward.sandbox_fusion.*", "sandbox_fusion.*", differs=True),
     *no_counterpart("algorithm.advantage=gae has a critic", "critic.enable"),
     Option(f"{_R}.name", "rollout.engine", names={"vllm": "vllm", "sglang": "sglang", "dynamo": "vllm"}),
     Option(f"{_R}.engine_kwargs.sglang.*", "rollout.engine_args.*", SAME_NAME),
-    Option(f"{_R}.mode", None, "engines always run in separate processes"),
+    *no_counterpart("engines always run in separate processes", f"{_R}.mode", f"{_R}.sglang_rollout_mode", f"{_R}.server.*"),
     Option(f"{_R}.load_format", None, "engines receive their weights from the trainers"),
     Option(f"{_R}.n", "rollout.samples_per_prompt"),
     Option(f"{_R}.tensor_model_parallel_size", "rollout.tensor_parallel, rollout.engines", "engines: devices / this value", derived=True),
@@ -264,13 +288,13 @@ RL = [
     Option(f"{_R}.top_k", "rollout.top_k"),
     Option(f"{_R}.dtype", "rollout.dtype"),
     *(Option(f"{_R}.{name}", f"rollout.engine_args.{name}") for name in ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "enable_chunked_prefill", "enable_prefix_caching")),
-    Option(f"{_R}.max_model_len", None, "always data.max_prompt_length + rollout.max_response_length"),
+    Option(f"{_R}.max_model_len", None, "always data.max_prompt_length + rollout.max_response_length; less is refused"),
     Option(f"{_R}.engine_kwargs.vllm.*", "rollout.engine_args.*", SAME_NAME),
     Option(f"{_R}.val_kwargs.n", "evaluation.samples"),
     Option(f"{_R}.val_kwargs.temperature", "evaluation.temperature", "also if do_sample is False, which verl's validation does not read", derived=True),
     Option(f"{_R}.val_kwargs.do_sample", None, "verl's validation does not read it"),
     Option(f"{_R}.val_kwargs.top_p", "evaluation.top_p"),
-    Option(f"{_R}.val_kwargs.top_k", None, "evaluation never limits sampling to the top k", same=(-1, 0)),
+    Option(f"{_R}.val_kwargs.top_k", None, "evaluation never limits sampling to the top k", same=(-1, 0), differs=True),
     Option("actor_rollout_ref.hybrid_engine", None, "use cluster.placement"),
     Option("actor_rollout_ref.nccl_timeout", "cluster.timeout"),
     Option("critic.model.path", "critic.model_path"),
@@ -285,7 +309,7 @@ RL = [
     Option("critic.optim.lr_warmup_steps_ratio", "critic.optimizer.warmup_steps", "x the number of the critic's optimizer steps", derived=True),
     Option("critic.optim.lr_decay_steps", "critic.optimizer.decay_steps", "x the critic's optimizer steps per step", derived=True),
     Option("critic.optim.min_lr", "critic.optimizer.min_lr_ratio", "divided by lr", derived=True),
-    *no_counterpart("optimizer states in host memory: critic.optimizer.extra.optimizer_cpu_offload or critic.megatron.extra.swap_optimizer", "critic.optim.override_optimizer_config*"),
+    *optimizer_overrides("critic.optim", "optimizer states in host memory: critic.optimizer.extra.optimizer_cpu_offload or critic.megatron.extra.swap_optimizer"),
     Option("critic.ppo_mini_batch_size", "critic.mini_batches", "data.train_batch_size / this value; if unset, the actor's", derived=True),
     Option("critic.cliprange_value", "critic.value_clip"),
     Option("critic.ppo_epochs", "critic.epochs", "if unset, the actor's", derived=True),
@@ -334,7 +358,7 @@ TRAINER = [
     Option("trainer.save_freq", "train.save_every, train.save_at_end", derived=True),
     Option("trainer.max_actor_ckpt_to_keep", "train.keep_checkpoints"),
     Option("trainer.max_ckpt_to_keep", "train.keep_checkpoints"),
-    Option("trainer.resume_mode", "train.resume", names=RESUME),
+    Option("trainer.resume_mode", "train.resume", "with resume_path give model.path, the exported weights, after the file", names=RESUME, changes=True),
     Option("trainer.max_critic_ckpt_to_keep", None, "a checkpoint has both actor and critic"),
     *no_counterpart("the files of a run are in runs_dir/name", "trainer.default_local_dir", "trainer.default_hdfs_dir", "trainer.resume_from_path", "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.log_val_generations", "trainer.tensorboard_dir", "trainer.rl_logging_board_dir"),
     *no_counterpart("a run trains; megarl eval evaluates a checkpoint", "trainer.val_only", same=(None, False), changes=True),

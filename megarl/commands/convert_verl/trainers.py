@@ -68,7 +68,7 @@ def translate_router_losses(conversion: Conversion, prefix: str, section: str) -
     option, kind = f"{config}.moe_aux_loss_coeff", get(f"{config}.moe_router_load_balancing_type")
     if not (coefficient := get(option)):
         return
-    if kind == "none" or (kind is None and get(f"{prefix}vanilla_mbridge") is True):
+    if kind == "none" or (kind is None and conversion.is_on(f"{prefix}vanilla_mbridge")):
         conversion.note(
             option, f"{section}.moe_aux_loss_coef=0: verl's router has no balancing, so that it has no effect"
         )

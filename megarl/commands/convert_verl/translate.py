@@ -19,7 +19,7 @@ from megarl.commands.convert_verl.inputs import (
 )
 from megarl.commands.convert_verl.lora import translate_lora
 from megarl.commands.convert_verl.losses import translate_kl, translate_loss, translate_single_samples
-from megarl.commands.convert_verl.rewards import OVERLONG, translate_reward_function
+from megarl.commands.convert_verl.rewards import LONGEST, OVERLONG, translate_reward_function
 from megarl.commands.convert_verl.sampling import ARRIVAL, TrainerSampling, Updates, sampling_of, updates_of
 from megarl.commands.convert_verl.trainers import (
     frequency,
@@ -44,6 +44,7 @@ def translate_rl(conversion: Conversion, *, megatron: bool, kind: Kind, rows: in
     is_fully_async, sampling = kind == "fully_async", sampling_of(conversion, kind)
     updates = read_updates(conversion) if is_fully_async else updates_of(conversion, kind)
     translate_prompts(conversion)
+    _check_lengths(conversion)
     _batches(conversion, updates, sampling, megatron=megatron)
     translate_lora(conversion, megatron=megatron)
     translate_layout(conversion, megatron=megatron, sampling=sampling)
@@ -131,13 +132,28 @@ def _steps(conversion: Conversion, rows: int | None) -> None:
 
 def translate_prompts(conversion: Conversion) -> None:
     cut = conversion.get("data.truncation")
-    if conversion.get("data.filter_overlong_prompts") is True:
+    if conversion.is_on("data.filter_overlong_prompts"):
         conversion.settings["data.overlong_prompts"] = "filter"
     elif cut not in (None, "error"):
         conversion.settings["data.overlong_prompts"] = "filter"
         conversion.note(
             "data.truncation", "no truncation: rows that are too long are filtered (data.overlong_prompts=filter)"
         )
+
+
+def _check_lengths(conversion: Conversion) -> None:
+    """Refuse lengths of verl's engines that differ from the lengths of prompts and responses, which megarl's engines have."""
+    sides = {side: conversion.number(f"data.max_{side}_length") for side in ("prompt", "response")}
+    for side, length in sides.items():
+        option = f"{_R}.{side}_length"
+        if option in conversion.options and conversion.number(option) != length:
+            key = "data.max_prompt_length" if side == "prompt" else "rollout.max_response_length"
+            reason = f"data.max_{side}_length is {length}, and engines have the same"
+            conversion.leave_out(option, reason, to=key, changes=True)
+    option, longest = f"{_R}.max_model_len", sum(sides.values())
+    if conversion.get(option) is not None and conversion.number(option) < longest:
+        reason = f"verl cuts responses there, before data.max_prompt_length + data.max_response_length = {longest}"
+        conversion.leave_out(option, reason, to="rollout.max_response_length", changes=True)
 
 
 def _batches(conversion: Conversion, updates: Updates, sampling: TrainerSampling, *, megatron: bool) -> None:
@@ -153,7 +169,7 @@ def _batches(conversion: Conversion, updates: Updates, sampling: TrainerSampling
         ranks = math.prod(map(conversion.number, sampling.trainers))
         sizes = [int(settings.get(f"megatron.{name}_parallel", 1)) for name in ("tensor", "pipeline", "context")]
         micro = max(conversion.number(option) // max(ranks // (math.prod(sizes) if megatron else size), 1), 1)
-    if conversion.get(f"{_A}.use_dynamic_bsz") is True or not micro:
+    if conversion.is_on(f"{_A}.use_dynamic_bsz") or not micro:
         settings["actor.max_tokens_per_micro_batch"] = conversion.number(f"{_A}.ppo_max_token_len_per_gpu") * size
     else:
         settings["actor.max_tokens_per_micro_batch"] = -(-micro * longest // context_parallel)
@@ -181,7 +197,7 @@ def _mini_batches(conversion: Conversion, option: str, updates: Updates) -> int:
 
 def _dynamic_sampling(conversion: Conversion) -> None:
     prefix = "algorithm.filter_groups"
-    if conversion.get(f"{prefix}.enable") is not True:
+    if not conversion.is_on(f"{prefix}.enable"):
         conversion.drop("algorithm.dynamic_sampling.")
         if (
             conversion.get("data.gen_batch_size", 0) != conversion.get("data.train_batch_size")
@@ -203,16 +219,19 @@ def _dynamic_sampling(conversion: Conversion) -> None:
 
 def _overlong(conversion: Conversion) -> None:
     for prefix in OVERLONG:
-        if conversion.get(f"{prefix}.enable") is True:
+        if conversion.is_on(f"{prefix}.enable"):
             conversion.settings["algorithm.overlong.penalty_buffer"] = conversion.number(f"{prefix}.len")
             conversion.settings["algorithm.overlong.penalty_factor"] = conversion.get(f"{prefix}.penalty_factor", 1.0)
+            longest = conversion.number("data.max_response_length")
+            for option in LONGEST:
+                if conversion.get(option) not in (None, longest):
+                    reason = f"the buffer ends at data.max_response_length, which is {longest}"
+                    conversion.leave_out(option, reason, to="rollout.max_response_length", changes=True)
 
 
 def _validation(conversion: Conversion) -> None:
     settings, values = conversion.settings, f"{_R}.val_kwargs"
-    settings["evaluation.at_start"] = (
-        conversion.get("trainer.val_before_train") is True and "data.eval_files" in settings
-    )
+    settings["evaluation.at_start"] = conversion.is_on("trainer.val_before_train") and "data.eval_files" in settings
     if not (settings["evaluation.at_start"] or "evaluation.every" in settings):
         conversion.drop("evaluation.")
         drop_evaluation_data(conversion)
@@ -227,14 +246,14 @@ def _validation(conversion: Conversion) -> None:
 def evaluates_alone(conversion: Conversion) -> bool:
     """Return whether verl ends after the evaluation before the first step (verl/trainer/ppo/ray_trainer.py:1438), unless the user
     leaves the option out."""
-    on = conversion.get(_VAL_ONLY) is True and conversion.get("trainer.val_before_train") is True
+    on = conversion.is_on(_VAL_ONLY) and conversion.is_on("trainer.val_before_train")
     return on and _VAL_ONLY not in conversion.user_choices
 
 
 def _evaluation_alone(conversion: Conversion, kind: Kind) -> None:
     """Leave the training data out of a run that only evaluates."""
     if not evaluates_alone(conversion):
-        if conversion.get(_VAL_ONLY) is True:
+        if conversion.is_on(_VAL_ONLY):
             conversion.note(_VAL_ONLY, "left out: the run trains, as in verl without val_before_train")
         return
     if kind != "synchronous" or "data.eval_files" not in conversion.settings:

@@ -11,6 +11,7 @@ from typing import Any
 from megarl.agents import verl_stand_in
 from megarl.commands.data import verl_rlhf_dataset
 from megarl.commands.data.source import PreparedFiles
+from megarl.data.prompts import AGENT_NAME
 from megarl.data.rows import write_parquet
 from megarl.registry import import_function
 
@@ -124,6 +125,8 @@ def _row(where: str, item: Any, names: Mapping[str, Any]) -> dict[str, Any]:
     row = {"prompt": prompt, "extra_info": _json(where, "extra_info", info)}
     if item.get(names["reward_fn_key"]) is not None:
         row["data_source"] = str(item[names["reward_fn_key"]])
+    if item.get(AGENT_NAME) is not None:
+        row[AGENT_NAME] = str(item[AGENT_NAME])
     if item.get("reward_model") is not None:
         row["reward_model"] = _json(where, "reward_model", item["reward_model"])
     return {**row, "images": images} if images else row

@@ -9,7 +9,7 @@ import pytest
 
 from docs.generate.from_verl import PAGE, document
 from megarl.commands.convert_verl.command import convert
-from megarl.commands.convert_verl.conversion import value_of
+from megarl.commands.convert_verl.hydra.overrides import value_of
 from megarl.commands.convert_verl.option import Option
 from megarl.commands.convert_verl.sft import SFT
 from megarl.commands.convert_verl.table import RL, TRAINER

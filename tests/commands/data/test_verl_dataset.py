@@ -105,3 +105,16 @@ def test_a_class_that_needs_more_of_verl_is_told_what_there_is(
         prepare(f"{tmp_path}/own.py:Any", [questions], tmp_path / "rows.parquet", None, {})
     wrong = run("--class", "x:y", "--source", questions, "--out", "a.parquet", "--option", "hint")
     assert wrong.exit_code != 0
+
+
+def test_rows_keep_the_name_of_their_agent_loop(tmp_path: Path) -> None:
+    """A run with tools refuses rows without them, and agent.loop selects a class by this name."""
+    source, out = tmp_path / "rows.parquet", tmp_path / "out.parquet"
+    names = ["tool_agent", "single_turn_agent", None]
+    write_parquet(source, [{"prompt": [{"role": "user", "content": "2?"}], "agent_name": name} for name in names])
+    (tmp_path / "plain_rows.py").write_text(
+        "from verl.utils.dataset.rl_dataset import RLHFDataset\n\n\nclass Plain(RLHFDataset):\n    pass\n"
+    )
+    prepare(f"{tmp_path}/plain_rows.py:Plain", [str(source)], out, None, {})
+    rows = list(iterate_rows(out, ("prompt",), optional=["agent_name"]))
+    assert [row.values.get("agent_name") for row in rows] == names

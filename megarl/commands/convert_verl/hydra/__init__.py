@@ -1,0 +1,1 @@
+"""Hydra's side of a verl command: overrides, and configuration files that --config-name names."""
