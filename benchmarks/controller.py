@@ -1,19 +1,22 @@
-"""Seconds of the controller per group, by number of groups a step and of engines: constant if its time is linear.
+"""CPU seconds of the controller's source per group, by number of groups a step and of engines: constant if its time is linear.
 
     python -m benchmarks.controller [--rounds 3] [--steps 6]
 
 Engines are stand-ins that answer in a random order. `rollout.at_update` is refresh with `max_staleness` 4 and window 0.3, so that
 groups overtake and every sample has spans of several versions. The time is spent in `EnginesSource`: admission, assignment to engines,
-arrival, release and batches with their metrics. Sizes alternate, and the ratios are of the medians of the rounds.
+arrival, release and batches with their metrics. A thread waits for each batch meanwhile, as the controller does. Sizes alternate, and
+the ratios are of the medians of the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import statistics
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
@@ -22,8 +25,8 @@ from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.source_engines import EnginesSource
 from megarl.types import Group, InlineData, Prompt, Sample, Span
 
-SAMPLES = 16
-SIZES = ((128, 16), (512, 16), (2048, 16), (512, 64), (512, 256))  # groups a step, engines
+# Groups a step, engines, samples of a group
+SIZES = ((128, 16, 16), (512, 16, 16), (2048, 16, 16), (512, 128, 16), (2048, 128, 1), (8192, 128, 1))
 
 
 class Prompts(list[Prompt]):
@@ -50,40 +53,40 @@ class Engine:
         return self.running[number]
 
 
-def group(number: int, version: int) -> Group:
+def group(number: int, version: int, size: int) -> Group:
     spans = tuple(Span(64 * each, max(0, version - 3 + each)) for each in range(4))
     data = InlineData([])
-    samples = [
-        Sample(number, index, data, 40, 256, 256, reward=float(index % 2), spans=spans) for index in range(SAMPLES)
-    ]
+    samples = [Sample(number, index, data, 40, 256, 256, reward=float(index % 2), spans=spans) for index in range(size)]
     return Group(number, f"row/{number}", "train", samples)
 
 
-def seconds_per_group(prompts: int, engines: int, steps: int, seed: int) -> float:
-    """Run some steps and return the seconds of the source per trained group, without the time of the stand-ins."""
+def seconds_per_group(prompts: int, engines: int, samples: int, steps: int, seed: int) -> float:
+    """Run some steps and return the CPU seconds of the source per trained group, without the time of the stand-ins."""
     recipe, order = Recipe(), random.Random(seed)
     recipe.cluster.placement, recipe.rollout.max_staleness, recipe.rollout.at_update = "disaggregated", 4, "refresh"
-    recipe.data.prompts_per_step, recipe.rollout.samples_per_prompt, recipe.train.steps = prompts, SAMPLES, steps
+    recipe.data.prompts_per_step, recipe.rollout.samples_per_prompt, recipe.train.steps = prompts, samples, steps
     services = [Engine(f"engine{number}") for number in range(engines)]
     rows = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "train") for i in range(97))
     source = EnginesSource(recipe, rows, [EngineHandle(each) for each in services], [0], lambda: None)  # type: ignore[arg-type]
-    seconds = 0.0
+    spent: list[float] = []
+
+    def timed(action: Callable[[], Any]) -> None:
+        begin = time.thread_time()
+        action()
+        spent.append(time.thread_time() - begin)
+
     for version in range(steps):
-        begin = time.perf_counter()
-        source.admit(version)
-        seconds += time.perf_counter() - begin
-        while not source.admission.closed:
+        timed(functools.partial(source.admit, version))
+        taking = threading.Thread(target=timed, args=(functools.partial(source.take, prompts),))
+        taking.start()
+        while not source.admission.closed and taking.is_alive():
             running = [(number, service) for service in services for number in service.running]
             order.shuffle(running)
             for number, service in running[: max(1, len(running) // 8)]:
-                answer = (group(number, version), InlineData([]))
-                begin = time.perf_counter()
-                service.running.pop(number).set_result(answer)
-                seconds += time.perf_counter() - begin
-        begin = time.perf_counter()
-        source.take(prompts)
-        seconds += time.perf_counter() - begin
-    return seconds / (steps * prompts)
+                answer = (group(number, version, samples), InlineData([]))
+                timed(functools.partial(service.running.pop(number).set_result, answer))
+        taking.join()
+    return sum(spent) / (steps * prompts)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -91,15 +94,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args(arguments)
-    rounds: dict[tuple[int, int], list[float]] = {size: [] for size in SIZES}
+    rounds: dict[tuple[int, int, int], list[float]] = {size: [] for size in SIZES}
     for number in range(options.rounds):
         for size in SIZES:
             rounds[size].append(seconds_per_group(*size, options.steps, number))
     first = statistics.median(rounds[SIZES[0]])
-    print("groups a step  engines  microseconds per group  ratio")
-    for (prompts, engines), values in rounds.items():
+    print(
+        "| groups a step | engines | samples of a group | microseconds per group | ratio | s per step |\n|---|---|---|---|---|---|"
+    )
+    for (prompts, engines, samples), values in rounds.items():
         value = statistics.median(values)
-        print(f"{prompts:13,}  {engines:7,}  {1e6 * value:22.0f}  {value / first:5.2f}")
+        print(
+            f"| {prompts:,} | {engines} | {samples} | {1e6 * value:.0f} | {value / first:.2f} | {prompts * value:.2f} |"
+        )
 
 
 if __name__ == "__main__":

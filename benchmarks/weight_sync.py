@@ -119,7 +119,7 @@ def both_routes(
         for number in range(1, 4):
             took, sent, received = sharded(process, trainers, 10 * turn + number)
             seconds["sharded"].append(took)
-        connect(process, trainers.call("open_export", receivers)[0])
+        connect(process, trainers.call("open_export", receivers, arguments.bucket_mb << 20)[0])
         updates = [exported(process, trainers, 10 * turn + number) for number in (7, 8)]
         seconds["full"].append(updates[1][0])
     medians = {name: statistics.median(values) for name, values in seconds.items()}
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, default="EP2")
     parser.add_argument("--transport", choices=["auto", "collective", "device"], default="auto")
     parser.add_argument("--parameters", type=int, default=224, help="in millions")
-    parser.add_argument("--bucket-mb", type=int, default=16)
+    parser.add_argument("--bucket-mb", type=int, default=64, help="of both routes")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--fingerprints", type=int, default=0, metavar="UPDATES")
     arguments = parser.parse_args()

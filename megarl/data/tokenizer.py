@@ -10,6 +10,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from megarl.data import auto_tokenizer
 from megarl.data.chat_template import is_text, resolve
 from megarl.hf import hub
 from megarl.hf.config import text_fields
@@ -208,13 +209,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, directory: Path, model_stops: list[int], chat_template: str | None = None) -> None:
         """`chat_template`: text or name of a template instead of the tokenizer's."""
-        from transformers import AutoTokenizer
-
         self.directory = directory
         try:
-            self._hf = AutoTokenizer.from_pretrained(
-                str(directory), config=config_of_unknown_type(directory), trust_remote_code=False, local_files_only=True
-            )
+            self._hf = auto_tokenizer.load(str(directory), lambda: config_of_unknown_type(directory))
         except Exception as error:  # transformers raises whatever its parsers raise
             raise ValueError(f"{directory}: transformers cannot load the tokenizer: {error}") from error
         if self._hf.is_fast:  # truncation and padding in tokenizer.json are meant for inference

@@ -16,16 +16,17 @@ import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
-
-import torch
-import torch.utils._device
+from typing import TYPE_CHECKING, Any
 
 from megarl.platform import cpu_kind
 from megarl.platform.base import Platform
+from megarl.platform.installed import LateModule
 from megarl.platform.ipc import HostMemory, open_host_memory
 
-CPU = torch.device("cpu")
+if TYPE_CHECKING:
+    import torch
+else:  # the controller needs this platform, and no torch
+    torch = LateModule("torch")
 
 # Megatron and vLLM compile small functions with torch.compile, which calls a C++ compiler: seconds at each first use.
 _ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
@@ -47,7 +48,7 @@ class CPUPlatform(Platform):
             return
         self._assert_before_megatron()
         torch._megarl_cpu = True
-        stand_in(CPU)
+        stand_in(torch.device("cpu"))
         _unequal_parts()
 
     def trainer_env(self, timeout: float) -> dict[str, str]:
@@ -60,7 +61,7 @@ class CPUPlatform(Platform):
         """Do nothing: every process computes on the machine's cores."""
 
     def device(self) -> torch.device:
-        return CPU
+        return torch.device("cpu")
 
     def device_name(self) -> str:
         return "cpu"
@@ -214,7 +215,9 @@ def _factories(stand: torch.device) -> None:
 
     # torch caches the set of factories at first use. The cache must contain the original functions, or
     # ``with torch.device("meta")`` does not recognize them.
-    torch.utils._device._device_constructors()
+    from torch.utils import _device
+
+    _device._device_constructors()
     for name in _FACTORIES.split():
         setattr(torch, name, on_stand_in(getattr(torch, name)))
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.platform.tracing import Tracing
@@ -80,13 +83,21 @@ class DeviceKind:
             return importlib.util.find_spec(self.package) is not None
         if not self.torch_api:
             return True
-        if importlib.util.find_spec("torch") is None:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or ("torch" not in sys.modules and self.torch_api == "cuda" and _lacks_cuda(spec.origin or "")):
             return False
         import torch
 
         return bool(getattr(torch, self.torch_api).is_available())
 
     def platform(self) -> Platform:
-        """Create its Platform. Imports torch and the device's packages."""
+        """Create its Platform. Imports the packages of the device, and torch except on a CPU."""
         module, name = self.implementation.split(":")
         return getattr(importlib.import_module(module), name)()
+
+
+def _lacks_cuda(torch_file: str) -> bool:
+    """Return True if torch in the package of this file was built for neither CUDA nor ROCm, without importing it."""
+    version = Path(torch_file).with_name("version.py")
+    text = version.read_text(encoding="utf-8") if version.is_file() else ""
+    return all(re.search(rf"^{name}\b.*= None$", text, re.MULTILINE) for name in ("cuda", "hip"))

@@ -6,6 +6,7 @@ A run records it in summary.json; `megarl --version` and `megarl reproduce` show
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.metadata
 import json
 import os
@@ -28,6 +29,19 @@ STACK = tuple(
 _SOURCES = (".py", ".yaml", ".json")
 _GIT_SECONDS = 10.0
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")  # set in git's hooks, for another repository
+
+
+class LateModule:
+    """An installed module that is imported when an attribute of it is first read or set."""
+
+    def __init__(self, name: str) -> None:
+        vars(self)["_name"] = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(vars(self)["_name"]), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(importlib.import_module(vars(self)["_name"]), name, value)
 
 
 def installed_versions(version: Callable[[str], str | None] = version_of) -> dict[str, str]:

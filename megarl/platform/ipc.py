@@ -14,9 +14,14 @@ import mmap
 import os
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from megarl.platform.installed import LateModule
+
+if TYPE_CHECKING:
+    import torch
+else:  # the platform of CPUs needs this module, and no torch in the controller
+    torch = LateModule("torch")
 
 
 class DeviceMemory:

@@ -66,6 +66,7 @@ class Admission:
         self.version: int | None = None  # of the engines' weights; None: no group may start
         self.running = 0
         self.tried: list[TriedGroup] = []  # groups of the current batch, filtered ones included
+        self._accepted = 0  # of them, accepted: counted, because a batch may have thousands of groups
         self.closed: deque[list[TriedGroup]] = deque()  # batches ready for training
         self._unreleased: deque[int] = deque()  # numbers of running and waiting groups, oldest first; some are released
         self._released_early: set[int] = set()  # numbers in `_unreleased` that are released
@@ -89,7 +90,7 @@ class Admission:
 
     def _position(self) -> tuple[int, int, int]:
         """Return the batch of the next group, and the accepted and tried groups before it. Running groups count as accepted."""
-        batch, accepted, tried = self.state.closed, len(accepted_groups(self.tried)), len(self.tried)
+        batch, accepted, tried = self.state.closed, self._accepted, len(self.tried)
         if self.max_attempts is None:  # the same in fewer operations
             left = len(self._unreleased) - len(self._released_early) - self._rejected
             full, accepted = divmod(accepted + left, self.prompts_per_step)
@@ -129,6 +130,7 @@ class Admission:
             released = self._waiting.pop(number)
             self._rejected -= not released.accepted
             self.tried.append(released)
+            self._accepted += released.accepted
             self._close_if_due()
 
     def _wait(self, item: TriedGroup) -> None:
@@ -157,8 +159,8 @@ class Admission:
 
     def has_enough_finished(self) -> bool:
         """Return whether enough groups have finished for a batch, whether they are released or not."""
-        finished = [*self.tried, *self._waiting.values()]
-        return self._places_left(len(accepted_groups(finished)), len(finished)) <= 0
+        accepted = self._accepted + len(self._waiting) - self._rejected
+        return self._places_left(accepted, len(self.tried) + len(self._waiting)) <= 0
 
     def restore(
         self,
@@ -171,6 +173,7 @@ class Admission:
         count as running until `restart`."""
         self.state = state
         self.tried, *closed = batches
+        self._accepted = len(accepted_groups(self.tried))
         self.closed = deque(closed)
         self._waiting, self._waiting_numbers, self._rejected = {}, [], 0
         for item in waiting:
@@ -186,7 +189,7 @@ class Admission:
         return self.running == 0 and self.capacity() == 0
 
     def _close_if_due(self) -> None:
-        if self._places_left(len(accepted_groups(self.tried)), len(self.tried)) == 0:
+        if self._places_left(self._accepted, len(self.tried)) == 0:
             self.closed.append(self.tried)
             self.state.closed += 1
-            self.tried = []
+            self.tried, self._accepted = [], 0

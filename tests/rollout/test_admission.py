@@ -9,7 +9,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.admission import Admission, accepted_groups
+from megarl.rollout.admission import Admission, TriedGroup, accepted_groups
 from megarl.types import Group
 
 
@@ -167,6 +167,9 @@ def test_lag_and_order_with_a_window(
             running.remove(number)
             admission.finish(group(number), attempts is None or rng.random() < 0.5)
             assert len(running) + len(admission.waiting()) <= (staleness + 1) * prompts * (attempts or 1)
+            finished = [*admission.tried, *admission.waiting()]
+            enough = len(accepted_groups(finished)) >= prompts or len(finished) >= prompts * (attempts or math.inf)
+            assert admission.has_enough_finished() == enough, "the counts differ from the groups"
         batch = [item.group.number for item in admission.closed.popleft()]
         for number in batch:
             assert version - started[number] <= math.ceil(staleness) + -(-(window - 1) // prompts)
@@ -211,3 +214,27 @@ def test_a_fraction_of_a_batch_may_start() -> None:
     assert list(admission.start(admission.capacity())) == [6, 7, 8, 9]
     admission.version = 2
     assert list(admission.start(admission.capacity())) == [10, 11], "the last batch has no successor"
+
+
+def test_a_release_reads_no_earlier_group_again() -> None:
+    """The time of a batch is linear in its groups: batches have thousands of groups."""
+
+    class Counted(TriedGroup):
+        reads = 0
+
+        def __getattribute__(self, name: str) -> object:
+            Counted.reads += name == "accepted"
+            return super().__getattribute__(name)
+
+    admission = Admission(100, 1, None, continuous=True)
+    admission.version = 0
+    admission.start(admission.capacity())
+    admission.restore(admission.state, [[Counted(group(number), True) for number in range(60)]], [], [*range(60, 200)])
+    admission.restart(140)
+    Counted.reads = 0
+    for number in range(60, 99):
+        admission.finish(group(number), True)
+        assert not admission.has_enough_finished() and admission.capacity() == 0
+    assert Counted.reads == 0
+    admission.finish(group(99), True)
+    assert len(admission.closed) == 1

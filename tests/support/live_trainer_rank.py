@@ -56,8 +56,8 @@ class Trainer:
         assert not isinstance(self.sender, str), self.sender
         return self.sender.session
 
-    def open_export(self, receivers: list[Any]) -> Any:
-        self.exporting, session = self._sender(receivers, None)
+    def open_export(self, receivers: list[Any], bucket_bytes: int = 1 << 18) -> Any:
+        self.exporting, session = self._sender(receivers, None, bucket_bytes)
         return session
 
     def open_adapters(self, receivers: list[Any]) -> Any:
@@ -65,7 +65,9 @@ class Trainer:
         self.based = False
         return session
 
-    def _sender(self, receivers: list[Any], adapter_alpha: float | None) -> tuple[UpdatingRank, Session | None]:
+    def _sender(
+        self, receivers: list[Any], adapter_alpha: float | None, bucket_bytes: int = 1 << 18
+    ) -> tuple[UpdatingRank, Session | None]:
         """Return this rank's part in full updates, and rank 0's session."""
         from megarl.weight_sync.full.sender import FullSender
         from megarl.weight_sync.sender import ExportingRank
@@ -74,7 +76,12 @@ class Trainer:
             return ExportingRank(), None
         pairs = [tuple(receiver) for receiver in receivers]
         sender = FullSender.open(
-            "127.0.0.1", pairs, bucket_bytes=1 << 18, timeout=60.0, heartbeat_timeout=8.0, adapter_alpha=adapter_alpha
+            "127.0.0.1",
+            pairs,
+            bucket_bytes=bucket_bytes,
+            timeout=60.0,
+            heartbeat_timeout=8.0,
+            adapter_alpha=adapter_alpha,
         )
         return sender, sender.session
 

@@ -1,0 +1,166 @@
+"""CPU seconds of the controller for the calls of a step over Ray, by number of trainer ranks, and their growth.
+
+    python -m benchmarks.controller_over_ray [--ranks 16 32 48] [--samples 8192] [--group 16] [--rounds 3]
+
+Real Ray actors without a model: trainer ranks in data-parallel ranks of 16, and one engine with the vectors of all groups. Each
+data-parallel rank trains on 128 samples, drawn from all groups, as 64 of them would share 8,192 samples. So the seconds grow
+linearly with the ranks, and the last lines extrapolate to --target ranks. CPU seconds of the controller's process, all threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.recipe.schema import Recipe
+from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, fetch
+
+WIDTH = 16  # ranks of a data-parallel rank: tensor x pipeline x context parallel
+SAMPLES_OF_RANK = 128
+ENV = {"OMP_NUM_THREADS": "1"}
+
+
+class Engine:
+    """Keeps no groups: each call makes one."""
+
+    def collect(self, number: int, samples: int, tokens: int) -> tuple[int, list[SampleTokens]]:
+        def sample() -> SampleTokens:
+            return SampleTokens(np.zeros(tokens, np.int32), np.ones(tokens, bool), np.zeros(tokens, np.float32))
+
+        return number, [sample() for _ in range(samples)]
+
+
+class Rank:
+    """A trainer rank that fetches its vectors and computes nothing."""
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.tokens = 0
+
+    def describe(self) -> dict[str, Any]:
+        return {"dp_rank": self.rank // WIDTH, "dp_size": 1, "reports": self.rank % WIDTH == 0, "pid": os.getpid()}
+
+    def load_shard(self, shard: Shard) -> None:
+        self.tokens = sum(len(vectors.tokens) for vectors in fetch(shard.samples))
+
+    def update_actor(self, kl_weight: float, scales: list[float] | None) -> list[Metrics] | None:
+        metrics = {f"actor/metric_{number}": kl_weight for number in range(30)}
+        return [metrics] * 4 if self.rank % WIDTH == 0 else None
+
+    def loaded_tokens(self) -> int:
+        return self.tokens
+
+
+def shards_of(data: Sequence[DataRef], group: int, tokens: int, count: int, seed: int) -> list[Shard]:
+    """Return the shards of `count` data-parallel ranks: samples at random of all groups, in 4 mini batches."""
+    order = random.Random(seed)
+    shards = []
+    for _ in range(count):
+        numbers = order.sample(range(len(data) * group), SAMPLES_OF_RANK)
+        samples = [
+            ShardSample(data[number // group], number % group, tokens, number, number // group, 1.0, 0.5, 1e-4)
+            for number in numbers
+        ]
+        quarter = SAMPLES_OF_RANK // 4
+        mini_batches = [[[*range(first, first + quarter)]] for first in range(0, SAMPLES_OF_RANK, quarter)]
+        shards.append(Shard(samples, mini_batches, [quarter * tokens] * 4))
+    return shards
+
+
+def first_ranks(group: Any, size: int) -> Any:
+    """Return a group of the first `size` processes of `group`."""
+    return type(group)(group._cluster, "trainer", group._actors[:size], group._places[:size], group.nodes[:size])
+
+
+def cpu_of(action: Callable[[], Any]) -> float:
+    """Return the CPU seconds of this process for `action`, and a moment after it, in which Ray's threads release references."""
+    begin = time.process_time()
+    action()
+    time.sleep(0.3)
+    return time.process_time() - begin
+
+
+def cpu_seconds(cluster: Any, group: Any, engine: Any, options: argparse.Namespace, seed: int) -> dict[str, float]:
+    """Return the CPU seconds of one step's calls, by kind of call."""
+    from megarl.trainer.group import TrainerGroup
+
+    trainers = TrainerGroup(group, Recipe())
+    trainers.describe()
+    data: list[DataRef] = []
+
+    def collect() -> None:
+        groups = options.samples // options.group
+        calls = [engine.call_with_data("collect", n, options.group, options.tokens) for n in range(groups)]
+        data.extend(call.result()[1] for call in calls)
+
+    seconds = {"collect all groups": cpu_of(collect)}
+    shards = shards_of(data, options.group, options.tokens, group.size // WIDTH, seed)
+    seconds["load shards"] = cpu_of(lambda: trainers.load_shards(shards))
+    assert group.call("loaded_tokens") == [SAMPLES_OF_RANK * options.tokens] * group.size
+    calls = 5
+    seconds["one call"] = cpu_of(lambda: [group.call("update_actor", 0.1, None) for _ in range(calls)]) / calls
+    seconds["one check"] = cpu_of(lambda: [group.check() for _ in range(calls)]) / calls
+    return seconds
+
+
+def measure(options: argparse.Namespace) -> dict[int, dict[str, float]]:
+    """Return the medians of `cpu_seconds` by number of ranks."""
+    from megarl.cluster.device_map import Demand
+    from megarl.cluster.ray import env
+
+    env.prepare(private=True)
+    from megarl.cluster.ray.cluster import RayCluster
+    from megarl.cluster.ray.devices import RayDevices
+
+    rounds: dict[int, list[dict[str, float]]] = {ranks: [] for ranks in options.ranks}
+    with tempfile.TemporaryDirectory() as logs:
+        # Groups of one Ray cluster, of which each round uses one: a group of fewer ranks is a part of the largest.
+        devices = RayDevices(None, "", Demand(max(options.ranks), 1, 1, shared=True))
+        with RayCluster(None, devices, Path(logs), trainer_env=ENV, stall=0.0) as cluster:
+            engine = cluster.start_service(f"{__name__}:Engine", (), name="engine0", devices=1, env=ENV)
+            whole = cluster.start_trainers(f"{__name__}:Rank", max(options.ranks), ())
+            for seed in range(options.rounds + 1):
+                for ranks in options.ranks:
+                    seconds = cpu_seconds(cluster, first_ranks(whole, ranks), engine, options, seed)
+                    rounds[ranks] += [seconds] if seed else []  # the first round starts threads and connections
+    return {
+        ranks: {name: statistics.median(each[name] for each in of_ranks) for name in of_ranks[0]}
+        for ranks, of_ranks in rounds.items()
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 32, 48])
+    parser.add_argument("--samples", type=int, default=8192)
+    parser.add_argument("--group", type=int, default=16, help="samples of a group")
+    parser.add_argument("--tokens", type=int, default=1000, help="of a sample")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--target", type=int, default=1024, help="ranks of the extrapolation")
+    options = parser.parse_args(arguments)
+    by_ranks = measure(options)
+    names = list(by_ranks[options.ranks[0]])
+    print("| ranks |", " | ".join(names), "|")
+    print("|---|", "---|" * len(names), sep="")
+    for ranks, seconds in by_ranks.items():
+        print(f"| {ranks} |", " | ".join(f"{seconds[name]:.3f}" for name in names), "|")
+    if len(by_ranks) > 1:
+        lines = {n: np.polyfit(options.ranks, [by_ranks[r][n] for r in options.ranks], 1) for n in names}
+        print("| ms per rank |", " | ".join(f"{1e3 * lines[name][0]:.2f}" for name in names), "|")
+        at = [np.polyval(lines[name], options.target) for name in names]
+        print(f"| {options.target:,}, extrapolated |", " | ".join(f"{value:.2f}" for value in at), "|")
+
+
+if __name__ == "__main__":
+    from benchmarks import controller_over_ray  # Ray's processes import the classes by this name
+
+    controller_over_ray.main()
