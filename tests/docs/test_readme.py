@@ -82,7 +82,7 @@ class TestCommands:
         assert len(shown) >= 6
         for words in shown:
             at = next(i for i, word in enumerate(words) if word.startswith("recipes/"))
-            load_recipe(ROOT / words[at], words[at + 1 :])
+            load_recipe(ROOT / words[at], [word for word in words[at + 1 :] if not word.startswith("--")])
 
     def test_quickstart_settings(self) -> None:
         settings = re.findall(r"`bash launch/quickstart\.sh ([^`]+)`", (ROOT / "README.md").read_text())
