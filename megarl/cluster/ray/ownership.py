@@ -132,9 +132,8 @@ class KeepersProcesses:
 
     def _take(self, names: Sequence[str], settings: str) -> list[KeptWorker]:
         answers = [self._answers[name] for name in names if name in self._answers]
-        ray_wait(
-            answers, num_returns=len(answers), timeout=self._keeper.seconds if settings else 0
-        ) if answers else None
+        if answers:
+            ray_wait(answers, num_returns=len(answers), timeout=self._keeper.seconds if settings else 0)
         workers = [self._kept(name, settings) for name in names]
         kept = [worker for worker in workers if worker is not None]
         if not settings or len(kept) < len(names):
