@@ -30,7 +30,10 @@ def text_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
     """
     model = {name: hf_config[name] for name in _MODEL_FIELDS if name in hf_config}
     absent = _ABSENT.get(hf_config.get("model_type", ""), {})
-    return {**absent, **hf_config, **(hf_config.get("text_config") or {}), **model}
+    fields = {**absent, **hf_config, **(hf_config.get("text_config") or {}), **model}
+    if "rope_parameters" in fields and "rope_theta" in absent:  # transformers 5 writes the bases there
+        fields.pop("rope_theta")
+    return fields
 
 
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")

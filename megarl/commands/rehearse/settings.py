@@ -143,6 +143,9 @@ def _batch(small: Recipe, changes: Changes) -> None:
     if small.train.source == "rollout":
         changes.set(small.rollout, "rollout.min_engines", None, "a rehearsal reports the first failure")
         changes.set(small.rollout, "rollout.samples_per_prompt", min(small.rollout.samples_per_prompt, SAMPLES), _SIZE)
+        if small.rollout.max_staleness:  # a share of a batch is at least a prompt
+            staleness = max(small.rollout.max_staleness, 1 / small.data.prompts_per_step)
+            changes.set(small.rollout, "rollout.max_staleness", staleness, _SIZE)
 
 
 def _run(small: Recipe, changes: Changes) -> None:

@@ -224,7 +224,7 @@ def test_rays_end_is_noticed_while_another_service_answers(monkeypatch: pytest.M
     with socket.create_server(("127.0.0.1", 0)) as redis:
         place = topology(redis.getsockname()[1], 0)
         began = time.monotonic()
-        problem = multinode._wait_for_nodes(place, "cpu", server, process, began + 60)
+        problem, _ = multinode._wait_for_nodes(place, "cpu", server, process, began + 60)
     assert problem == "Ray's head ended with exit code 1" and time.monotonic() - began < 20
     hanging.set()
 

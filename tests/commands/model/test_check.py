@@ -27,7 +27,7 @@ UNKNOWN = {
     "max_position_embeddings": 131072,
     "num_local_experts": 32,
     "num_experts_per_tok": 4,
-    "index_topk": 2048,
+    "sink_tokens": 4,
     "quantization_config": {"quant_method": "mxfp4"},
 }
 
@@ -66,7 +66,7 @@ def test_an_unknown_family_with_all_reasons(tmp_path: Path, capsys: pytest.Captu
     assert status == 1 and "does not train this model, for 3 reasons:" in text
     for words in ("this is a 'gpt_oss_2' model", "(quantization_config in config.json: mxfp4)", "has no vocab_size"):
         assert words in text
-    assert "docs/add_a_model.md has the steps" in text and "index_topk" in text
+    assert "docs/add_a_model.md has the steps" in text and "sink_tokens" in text
 
 
 def test_several_settings_of_a_known_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
