@@ -54,9 +54,7 @@ class TrainerGroup:
     def __init__(self, workers: WorkerGroup, recipe: Recipe, model_flops: ModelFlops | None = None) -> None:
         self.workers, self.recipe, self.model_flops = workers, recipe, model_flops
         self.ranks: list[dict[str, Any]] = []  # description of each rank, from `describe`
-        self.outlived_at: int | None = (
-            None  # the processes have outlived a controller, and hold the weights after this step
-        )
+        self.outlived_at: int | None = None  # the step after which processes of an earlier controller hold the weights
 
     # --- layout ---------------------------------------------------------------------------------
 

@@ -239,7 +239,7 @@ def test_dropout_disables_a_kernel_without_it(monkeypatch: pytest.MonkeyPatch) -
 def test_windows_and_sinks_of_packed_sequences_end_with_the_sequence(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The result is that of each sequence alone, and no kernel that knows neither is called."""
+    """Packed sequences give the results of the single sequences. The kernel without windows and sinks is not called."""
     monkeypatch.setattr(native_attention, "packed_attention", lambda *_: Kernel(reference_kernel, "reference"))
     lengths = [5, 1, 9, 3]
     layer = with_sinks(attention(AttnMaskType.causal, window=window))

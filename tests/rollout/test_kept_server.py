@@ -1,4 +1,4 @@
-"""A rollout process whose controller dies: the next one finds it loaded, idle and without results of the first."""
+"""A rollout process serves a second controller after the first has died: loaded, idle, and without results of the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The release script in a small clone: what it refuses, what it builds, and that it uploads nothing."""
+"""The release script in a small clone of the repository: its refusals and the files that it builds. It uploads nothing."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ TOWER = {
 def fields(sizes: dict[str, Any]) -> dict[str, Any]:
     """Return fields of config.json: two layers of each kind, a window shorter than the tests' sequences, scaled positions.
 
-    The scale of logits is not that of the head size, as in the model with 27 billion parameters. transformers gives the embedding of
-    the padding token no gradient, so it is not in `global_batch`.
+    As in the model of 27 billion parameters, `query_pre_attn_scalar` differs from the head size. `global_batch` lacks the padding
+    token, because transformers gives its embedding no gradient.
     """
     rotary = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},

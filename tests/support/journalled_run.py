@@ -31,7 +31,7 @@ from megarl.cluster.failures import WorkerFailed
 from megarl.observe.log import RunLog
 from megarl.observe.metrics import read_metrics, without_times
 from megarl.observe.profiling import Profiling
-from megarl.preflight.run_directory import find_place
+from megarl.preflight.run_directory import RunPlace, find_place
 from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.evaluate import EvaluationResult
@@ -247,58 +247,73 @@ def run_session(
     folder.path.mkdir(parents=True, exist_ok=True)
     log = RunLog(recipe, folder, place.first_step, recipe.train.steps, place.trained_steps)
     engine = Engine(word, seed=len(folder.notices.read_text()))
+
+    def new_workers() -> Any:
+        workers = RememberingWorkers(point)
+        starts(workers)
+        return workers
+
     with log:
         for notice in place.notices:
             log.notice(notice)
-        actor = ActorGroup(cast(Any, outlived or RememberingWorkers(point)), recipe)
         if outlived is not None:
             outlived.point, outlived.kept = point, True
+        actor = ActorGroup(cast(Any, outlived or new_workers()), recipe)
         step, has_checkpoint = place.resumes
         if judge_kept([actor], recipe.algorithm, step, has_checkpoint=has_checkpoint) is Way.START:
-            actor.workers = cast(Any, RememberingWorkers(point))
-        starts(cast(Any, actor.workers))
+            actor.workers = new_workers()
         actor.describe()
-        prompts = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7))
-        source = EnginesSource(recipe, prompts, [EngineHandle(cast(Any, engine))], [0], lambda: None)  # type: ignore[arg-type]
-        saver = cast(Any, DiskSaver(folder.checkpoints, actor, recipe, log.notice, point))
-        skipped = SkippedSteps(recipe.train, Repetition(folder, False, None))
-        kl_weight = KLWeight(0.1, 0.2, 10)
-        placement = GivingPlacement(actor, engine, point)
-
-        def load(path: Path) -> list[None]:
-            actor.workers.call("load", str(path))
-            cast(Any, actor.workers).weights = json.loads((path / "weights.json").read_text())
-            return [None]
-
-        def start() -> None:
-            actor.workers = cast(Any, RememberingWorkers(point))
-            starts(cast(Any, actor.workers))
-
-        def check() -> None:
-            if (failure := failures()) is not None:
-                raise failure
-
-        def evaluate() -> EvaluationResult:
-            point("evaluation")
-            return EvaluationResult({"eval/weights": float(digest(cast(Any, actor.workers).weights))})
-
-        repeatable, journal = keep_steps(recipe, place.directory, place.journal, log.notice)
-        run = Run(
-            recipe, actor, None, None, source, placement, evaluate,
-            Checkpoints(
-                recipe.train, saver, source, kl_weight, skipped, IDENTITY, load, log, GracefulStop(60.0),
-                journal=journal,
-            ),
-            skipped, kl_weight, cast(Any, SimpleNamespace(decode=lambda ids, special=False: str(ids))),
-            Profiling(recipe.observe, actor, [], log, folder.profile, 1.0), log, 1, None,
-            repeatable, TrainerRestarts(most, start, check) if (most := recipe.train.trainer_restarts) else None, Rollbacks.of(recipe.train),
-        )  # fmt: skip
+        run = _assembled(recipe, point, place, log, actor, engine, new_workers, failures)
         try:
             with run.closing():
                 run_steps(run, place.checkpoint, place.journal)
         finally:
             engine.ended = True
     return run
+
+
+def _assembled(
+    recipe: Recipe,
+    point: Point,
+    place: RunPlace,
+    log: RunLog,
+    actor: ActorGroup,
+    engine: Engine,
+    new_workers: Callable[[], Any],
+    failures: Callable[[], WorkerFailed | None],
+) -> Run:
+    folder = place.directory
+    prompts = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7))
+    source = EnginesSource(recipe, prompts, [EngineHandle(cast(Any, engine))], [0], lambda: None)  # type: ignore[arg-type]
+    saver = cast(Any, DiskSaver(folder.checkpoints, actor, recipe, log.notice, point))
+    skipped, kl_weight = SkippedSteps(recipe.train, Repetition(folder, False, None)), KLWeight(0.1, 0.2, 10)
+
+    def load(path: Path) -> list[None]:
+        actor.workers.call("load", str(path))
+        cast(Any, actor.workers).weights = json.loads((path / "weights.json").read_text())
+        return [None]
+
+    def start() -> None:
+        actor.workers = new_workers()
+
+    def check() -> None:
+        if (failure := failures()) is not None:
+            raise failure
+
+    def evaluate() -> EvaluationResult:
+        point("evaluation")
+        return EvaluationResult({"eval/weights": float(digest(cast(Any, actor.workers).weights))})
+
+    repeatable, journal = keep_steps(recipe, folder, place.journal, log.notice)
+    stop = GracefulStop(60.0)
+    most = recipe.train.trainer_restarts
+    return Run(
+        recipe, actor, None, None, source, GivingPlacement(actor, engine, point), evaluate,
+        Checkpoints(recipe.train, saver, source, kl_weight, skipped, IDENTITY, load, log, stop, journal=journal),
+        skipped, kl_weight, cast(Any, SimpleNamespace(decode=lambda ids, special=False: str(ids))),
+        Profiling(recipe.observe, actor, [], log, folder.profile, 1.0), log, 1, None,
+        repeatable, TrainerRestarts(most, start, check) if most else None, Rollbacks.of(recipe.train),
+    )  # fmt: skip
 
 
 def numbers(recipe: Recipe) -> list[Metrics]:

@@ -1,4 +1,4 @@
-"""A controller whose workers a keeper owns: ``python -m tests.support.kept_controller LOGS SETTINGS``.
+"""A controller with workers that belong to a keeper: ``python -m tests.support.kept_controller LOGS SETTINGS``.
 
 It prints the process ids of its workers as JSON, and whether they are kept, and then obeys its stdin: "busy" begins a call of 4 s to the trainers and
 kills this process, "fail" lets a call fail and kills it, "end" shuts the cluster down. At the end of stdin it kills itself.

@@ -85,20 +85,22 @@ LATENT = {
 }
 
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16,
+}
+
+
 def _deepseek_v3() -> transformers.PreTrainedModel:
     """Config with features of DeepSeek-V3: YaRN, low-rank queries, expert groups, and an MTP layer."""
-    yarn = {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 40,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 16,
-    }
     config = transformers.DeepseekV3Config(
-        **LATENT, n_group=2, topk_group=1, q_lora_rank=32, rope_parameters=yarn, num_nextn_predict_layers=1
+        **LATENT, n_group=2, topk_group=1, q_lora_rank=32, rope_parameters={**_YARN}, num_nextn_predict_layers=1
     )
     return transformers.DeepseekV3ForCausalLM(config)
 
@@ -260,7 +262,7 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "qwen3_5_text": partial(delta_net_models.qwen3_5_text, COMMON),
     "qwen3_5": partial(delta_net_models.qwen3_5, COMMON),
     "qwen3_5_moe": partial(delta_net_models.qwen3_5_moe, COMMON, EXPERTS),
-    "deepseek_v32": partial(sparse_attention_models.deepseek_v32, LATENT),
+    "deepseek_v32": partial(sparse_attention_models.deepseek_v32, LATENT, _YARN),
     "glm_moe_dsa": partial(sparse_attention_models.glm_moe_dsa, LATENT),
     "gemma3_text": partial(gemma3_model.text, COMMON),
     "gemma3": partial(gemma3_model.with_tower, COMMON),

@@ -17,20 +17,10 @@ SPARSE_ATTENTION: dict[str, Any] = {
 heads, the scores of many pairs are 0, and topk may select any of them."""
 
 
-def deepseek_v32(sizes: dict[str, Any]) -> transformers.PreTrainedModel:
+def deepseek_v32(sizes: dict[str, Any], yarn: dict[str, Any]) -> transformers.PreTrainedModel:
     """DeepSeek-V3.2, with YaRN and groups of experts."""
-    yarn = {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 40,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 16,
-    }
     config = transformers.DeepseekV32Config(
-        **{**sizes, **SPARSE_ATTENTION}, n_group=2, topk_group=1, rope_parameters=yarn
+        **{**sizes, **SPARSE_ATTENTION}, n_group=2, topk_group=1, rope_parameters={**yarn}
     )
     return transformers.DeepseekV32ForCausalLM(config)
 

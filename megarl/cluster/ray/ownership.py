@@ -83,8 +83,8 @@ class KeepersProcesses:
         self.env = {VARIABLE: keeper.mark, "SPT_NOENV": "1"}
         self.watch = RayProcessWatch([])
         self._nursery: Any = None
-        self._actors: dict[str, Any] = {}  # of the controller before, which nobody has taken
-        self._answers: dict[str, Any] = {}  # their replies, by name
+        self._actors: dict[str, Any] = {}  # of the previous controller, by name; `take_...` removes them
+        self._answers: dict[str, Any] = {}  # their replies to `release`, by name
 
     def connect(self) -> None:
         try:

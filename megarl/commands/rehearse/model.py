@@ -35,7 +35,7 @@ def shrink_model(hf_config: Config, layers: int, changes: Changes) -> Config:
     """Return a small version of a config.json with at least `layers` layers. Record the changes in `changes`.
 
     Its text section is merged into the top level, except where transformers reads the text model from the section only. A tower
-    that is not trained is left out where the language model has a class of its own (`Family.alone`).
+    that is not trained is left out if transformers has a separate class for the language model (`Family.alone`).
     """
     config = text_fields(hf_config)
     config.pop("text_config", None)

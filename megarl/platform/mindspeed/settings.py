@@ -128,7 +128,7 @@ def sparse_attention_problem() -> tuple[str, str]:
 def sinks_problem() -> tuple[str, str]:
     """Problem and remedy of attention sinks and sliding windows (gpt-oss) under MindSpeed.
 
-    Its attention calls npu_fusion_attention without sinks, and asserts that there is no window (core_r0.16.0,
+    MindSpeed's attention passes no sinks to npu_fusion_attention, and asserts that there is no window (core_r0.16.0,
     mindspeed/core/transformer/dot_product_attention.py and mindspeed/te/pytorch/attention/dot_product_attention).
     """
     return (

@@ -156,7 +156,8 @@ def test_host_values_are_followed_through_meta_tensors() -> None:
 
 
 def test_host_values_end_at_collectives() -> None:
-    """Experts with images: the router's losses sum a known number of tokens over ranks, whose numbers are not known."""
+    """A collective over ranks makes a value unknown on the meta device, even if this rank's part is known: the router's losses sum
+    numbers of tokens over ranks."""
     tokens = torch.empty((), device="meta")
     tokens._on_host = torch.tensor(3.0)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
