@@ -60,12 +60,11 @@ PLACES = (  # at which the controller dies
 )  # fmt: skip
 
 
-def deaths(points: list[str]) -> list[int]:
-    """Return the numbers of calls at which the controller dies: a late one of each of `PLACES`, or all."""
+def deaths(points: list[str]) -> list[Death]:
+    """Return deaths at a late call of each of `PLACES`, or at all calls."""
     if "MEGARL_ALL_DEATHS" in os.environ:
-        return [*range(len(points))]
-    calls = [[number for number, place in enumerate(points) if place == chosen] for chosen in PLACES]
-    return [numbers[len(numbers) * 2 // 3] for numbers in calls]
+        return [Death(number) for number in range(len(points))]
+    return [Death(points.count(place) * 2 // 3, place) for place in PLACES]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,11 +73,11 @@ def test_a_death_changes_no_number(kind: str, tmp_path: Path) -> None:
     recipe, alive, word = kept_recipe(tmp_path / "undisturbed", kind), Death(), word_of(kind)
     expected = session(recipe, alive, word=word)
     assert expected is not None
-    lines, points = numbers(recipe), alive.points
+    lines = numbers(recipe)
     ways = set()
-    for number in deaths(points):
+    for number, death in enumerate(deaths(alive.points)):
         recipe, fleet = kept_recipe(tmp_path / str(number), kind), Fleet()
-        run = session(recipe, Death(number), word=word, starts=fleet.starts)
+        run = session(recipe, death, word=word, starts=fleet.starts)
         if run is None and fleet.workers is not None:
             again = Death()
             run = session(recipe, again, word=word, starts=fleet.starts, outlived=fleet.workers)
@@ -88,7 +87,7 @@ def test_a_death_changes_no_number(kind: str, tmp_path: Path) -> None:
                 resumed = again.points[: again.points.index("before hold")]
                 assert not {"before load", "before update_actor"} & {*resumed}, "nothing is loaded or trained"
                 assert fleet.started == 1
-        check_end(recipe, run, expected, lines, (number, points[number]))
+        check_end(recipe, run, expected, lines, (number, death.points[-1]))
         shutil.rmtree(tmp_path / str(number))
     assert ways == {"went on", "loaded" if kind == "without refresh" else "started"}
 
@@ -96,11 +95,9 @@ def test_a_death_changes_no_number(kind: str, tmp_path: Path) -> None:
 def test_trainers_that_are_an_update_ahead_do_not_go_on(tmp_path: Path) -> None:
     """The controller dies after the update of step 5, before the journal has it."""
     recipe = kept_recipe(tmp_path / "undisturbed", "without refresh")
-    alive = Death()
-    expected = session(recipe, alive)
-    updates = [number for number, place in enumerate(alive.points) if place == "after update_actor"]
-    killed, fleet = kept_recipe(tmp_path / "killed", "without refresh"), Fleet()
-    assert expected is not None and session(killed, Death(updates[4]), starts=fleet.starts) is None
+    expected = session(recipe, Death())
+    killed, fleet, death = kept_recipe(tmp_path / "killed", "without refresh"), Fleet(), Death(4, "after update_actor")
+    assert expected is not None and session(killed, death, starts=fleet.starts) is None
     assert fleet.workers is not None and fleet.workers.held is None and len(fleet.workers.weights) == 5
     run = session(killed, Death(), starts=fleet.starts, outlived=fleet.workers)
     check_end(killed, run, expected, numbers(recipe), "update 5")

@@ -57,14 +57,19 @@ class Killed(BaseException):
 
 
 class Death:
-    """Kills the controller at the call with this number, before or after its effect. Counts the calls."""
+    """Kills the controller at the call with this number, before or after its effect. Counts the calls: all, or those of `place`.
 
-    def __init__(self, number: int | None = None) -> None:
-        self.number, self.points = number, list[str]()
+    How many groups arrive between two updates depends on threads, and so do the numbers of all calls; those of one `place` do not.
+    """
+
+    def __init__(self, number: int | None = None, place: str | None = None) -> None:
+        self.number, self.place, self.points = number, place, list[str]()
 
     def __call__(self, place: str) -> None:
         self.points.append(place)
-        if len(self.points) - 1 == self.number:
+        if self.place is not None and place != self.place:
+            return
+        if (len(self.points) if self.place is None else self.points.count(place)) - 1 == self.number:
             raise Killed(place)
 
 
