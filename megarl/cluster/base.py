@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,12 +46,12 @@ class WorkerGroup(Protocol):
         ...
 
     def scatter_with_data(
-        self, method: str, per_rank: list[tuple[Any, ...]], parts: int
-    ) -> list[tuple[Any, list[DataRef]]]:
-        """Run `scatter` for a method that returns ``control`` and `parts` lists of vectors.
+        self, method: str, per_rank: Sequence[tuple[Any, ...] | None], parts: int
+    ) -> list[tuple[Any, list[DataRef]] | None]:
+        """Run `scatter` for a method that returns ``control`` and `parts` lists of vectors. Ranks with None are not called.
 
-        Returns ``(control, DataRefs)`` per rank, with `parts` DataRefs. Over Ray the vectors never pass through
-        the controller.
+        Returns ``(control, DataRefs)`` per rank, with `parts` DataRefs; None if it was not called. Over Ray, vectors above Ray's
+        limit of 100 KB never pass through the controller.
         """
         ...
 
