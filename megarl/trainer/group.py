@@ -186,8 +186,8 @@ class TrainerGroup:
 
     def _scatter(self, method: Callable[..., R], per_data_parallel_rank: Sequence[Any], *shared: Any) -> list[R]:
         """Run `method` on every rank with the item of its data-parallel rank and the `shared` arguments."""
-        arguments = [(per_data_parallel_rank[rank["dp_rank"]], *shared) for rank in self.ranks]
-        return self.workers.scatter(method.__name__, arguments)
+        arguments = [(item, *shared) for item in per_data_parallel_rank]
+        return self.workers.scatter(method.__name__, [arguments[rank["dp_rank"]] for rank in self.ranks])
 
     def _locate_vectors(
         self, method: Callable[..., Any], shared: tuple[Any, ...], sources: Sequence[Shard], targets: Sequence[Shard]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,14 @@ class RayGroup:
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
         assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
-        calls = [actor.call.remote(method, args) for actor, args in zip(self._actors, per_rank, strict=True)]
+        times, copies = Counter(id(args) for args in per_rank), dict[int, Any]()
+        for args in per_rank:
+            if times[id(args)] > 1 and id(args) not in copies:
+                copies[id(args)] = ray.put(args)  # serialised once for the ranks that share it; Ray passes them its value
+        calls = [
+            actor.call.remote(method, copies.get(id(args), args))
+            for actor, args in zip(self._actors, per_rank, strict=True)
+        ]
         return self._wait_watched(calls, method)
 
     def scatter_with_data(
