@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megarl.types import DataRef
 
 if TYPE_CHECKING:
-    from megarl.cluster.failures import Failure, WorkerFailed
+    from megarl.cluster.failures import Failure, ProcessInfo, WorkerFailed
     from megarl.cluster.stacks.report import GroupStacks
 
 
@@ -78,6 +78,11 @@ class Service(Protocol):
     @property
     def host(self) -> str:
         """Host name of its machine, for messages. Waits for the process to start."""
+        ...
+
+    @property
+    def known_place(self) -> ProcessInfo:
+        """The process, for messages, as far as it is known without waiting: before its start, the machine's address and the log."""
         ...
 
     @property

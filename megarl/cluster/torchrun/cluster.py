@@ -233,7 +233,7 @@ class TorchrunCluster(Cluster):
         else:
             assert isinstance(replaces, LocalService)
             if replaces.alive():
-                replaces.kill(Failure.death(replaces.place, "it was ended, to start again"))
+                replaces.kill(Failure.death(replaces.known_place, "it was ended, to start again"))
             replaces.stop()
             self._services.remove(replaces)
             claimed = self._claimed[name]
@@ -262,7 +262,7 @@ class TorchrunCluster(Cluster):
             raise
 
     def stacks(self) -> list[GroupStacks]:
-        places = [service.place for service in list(self._services) if service.alive()]
+        places = [service.known_place for service in list(self._services) if service.alive()]
         services = GroupStacks("service", places, read_stacks([place.pid for place in places], True))
         return [*([self._group.stacks(True)] if self._group is not None else []), services]
 
@@ -281,11 +281,11 @@ class TorchrunCluster(Cluster):
     def _check_stopped(self, services: list[LocalService]) -> None:
         """Raise ServiceDied if an essential service is stopped; kill another one that is."""
         if self._service_watch is None or self._service_watch[0] != services:
-            self._service_watch = services, LocalWatch([service.place for service in services], "the run", ServiceDied)
+            self._service_watch = services, LocalWatch([service.known_place for service in services], "the run", ServiceDied)
         try:
             self._service_watch[1].check()
         except ServiceDied as error:
-            stopped = next(service for service in services if service.place == error.failure.place)
+            stopped = next(service for service in services if service.known_place == error.failure.place)
             if stopped.essential:
                 raise
             stopped.kill(replace(error.failure, died=True))
