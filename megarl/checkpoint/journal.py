@@ -191,7 +191,13 @@ class JournalSearch:
 
     def _damaged_batch(self, entry: JournalEntry) -> str | None:
         for step in entry.batches:
-            damage = find_damage(self.batches / checkpoint_name(step), checksums=self.checksums)
+            folder = self.batches / checkpoint_name(step)
+            if not folder.exists():
+                return (
+                    f"the batch of step {step} is no longer kept, since a checkpoint of this step or a later one has been complete. "
+                    f"That checkpoint is missing or damaged now, and the journal cannot go on without it"
+                )
+            damage = find_damage(folder, checksums=self.checksums)
             if damage is not None:
                 return f"the batch of step {step} is damaged: {damage}"
         return None
