@@ -27,9 +27,9 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
     `training`: false for `megarl eval`, which has no trainers. Raises RecipeError for a variable of `cluster.environment`
     that would break a process, and for packages that cannot be imported on a CPU.
     """
-    if platform.kind.name == "cpu" and (builds := cuda_builds()):
+    if not platform.kind.accelerator and (builds := cuda_builds()):
         problems, remedies = zip(*builds.values(), strict=True)
-        raise NotHereError("cluster.device", "; ".join(problems), "; ".join(remedies), value="cpu")
+        raise NotHereError("cluster.device", "; ".join(problems), "; ".join(remedies), value=platform.kind.name)
     notices = trainer_notices(recipe, platform) if training else []
     if training:
         notices += [
