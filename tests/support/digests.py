@@ -9,10 +9,11 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from megarl.engines.vllm.worker import WorkerExtension
-from tests.support import latent_attention
+from tests.support import fp8_kernels, latent_attention
 from tests.support.without_fingerprints import set_fingerprints
 
 latent_attention.install()
+fp8_kernels.install()
 
 
 class Extension(WorkerExtension):
