@@ -35,6 +35,11 @@ class Extension(WorkerExtension):
 
         method.process_weights_after_loading = process
 
+    def storages(self) -> dict[str, tuple[str, int]]:
+        """Return the data type and the address of each parameter."""
+        named = self.model_runner.model.named_parameters()
+        return {name: (str(parameter.dtype), parameter.data_ptr()) for name, parameter in named}
+
     def forget_names(self) -> None:
         """Forget the recorded names: other trainers may export in another order."""
         self._megarl_names = None
