@@ -102,4 +102,4 @@ def quantization_notice(recipe: Recipe) -> str | None:
         by = "its ratio to the engines' log-probs (algorithm.old_log_probs=rollout)"
     else:
         return f"{engines}, and nothing corrects the loss: set algorithm.correction.weights=token"
-    return f"{engines}; {by} corrects the loss"
+    return f"{engines}; the loss is corrected by {by}"
