@@ -62,9 +62,17 @@ def test_vllms_arguments_are_refused_in_favour_of_the_key(name: str) -> None:
             r"moe_intermediate_size = 768 / 4 = 192 columns .* rollout.expert_parallel=true or rollout.tensor_parallel=2",
         ),
         ("Qwen3-30B-A3B", ["rollout.tensor_parallel=4", "rollout.expert_parallel=true"], None),
-        ("Moonlight-16B-A3B", ["rollout.tensor_parallel=4", "rollout.expert_parallel=true"], "shared experts = 2816 / 4"),
+        (
+            "Moonlight-16B-A3B",
+            ["rollout.tensor_parallel=4", "rollout.expert_parallel=true"],
+            "shared experts = 2816 / 4",
+        ),
         ("GLM-4.5-Air", [], r"intermediate_size = 10944 is not a multiple of the 128"),
-        ("Qwen2.5-7B-Instruct", ["rollout.tensor_parallel=8"], r"heads x head size = 3584 / 8 = 448 .*tensor_parallel=4"),
+        (
+            "Qwen2.5-7B-Instruct",
+            ["rollout.tensor_parallel=8"],
+            r"heads x head size = 3584 / 8 = 448 .*tensor_parallel=4",
+        ),
         ("Mixtral-8x7B-v0.1", ["rollout.tensor_parallel=8"], None),
         ("DeepSeek-V3", ["rollout.tensor_parallel=8"], None),
         ("DeepSeek-V3.2", [], "not tested with sparse attention"),
@@ -104,7 +112,7 @@ def test_a_vllm_without_the_scheme_is_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(quantization, "package_folder", lambda package: tmp_path)
     with pytest.raises(RecipeError, match="this version of vLLM has no quantization fp8_per_block"):
         quantization.check("cuda")
-    with pytest.raises(RecipeError, match="install vLLM 0.32"):
+    with pytest.raises(RecipeError, match=r"install vLLM 0\.32"):
         quantization.arguments()
     listed.write_text('QUANTIZATIONS = ["fp8", "fp8_per_block"]')
     quantization.check("cuda")
@@ -138,7 +146,11 @@ def test_vllm_gets_the_scheme_and_keeps_routers(updated: bool, monkeypatch: pyte
     [
         ([], "token", "corrected by algorithm.correction.weights=token, truncated at 2"),
         (["algorithm.correction.weights=sequence"], "sequence", "weights=sequence, truncated at 2"),
-        (["algorithm.correction.weights=none"], "none", "nothing corrects the loss: set algorithm.correction.weights=token"),
+        (
+            ["algorithm.correction.weights=none"],
+            "none",
+            "nothing corrects the loss: set algorithm.correction.weights=token",
+        ),
         (["algorithm.correction.icepop=[0.5, 5]"], "token", "weights=token, truncated at 5"),
         (["algorithm.correction.reject.mean_k3=0.01"], "none", "by the limits of algorithm.correction.reject"),
         (["algorithm.old_log_probs=rollout"], "none", r"its ratio to the engines' log-probs"),

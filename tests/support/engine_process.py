@@ -254,7 +254,9 @@ def build_model(path, kind="qwen3_moe", layers=2, expert_width=32, width=64):
         transformers.Glm4MoeForCausalLM(config).save_pretrained(path)
         return str(path)
     latent = dict(kv_lora_rank=512, q_lora_rank=width, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
-    experts = dict(moe_intermediate_size=max(64, expert_width), n_routed_experts=4, n_group=1, topk_group=1, n_shared_experts=1)
+    experts = dict(
+        moe_intermediate_size=max(64, expert_width), n_routed_experts=4, n_group=1, topk_group=1, n_shared_experts=1
+    )
     config = transformers.DeepseekV3Config(
         **common, **latent, **experts, num_key_value_heads=4, first_k_dense_replace=1, routed_scaling_factor=1.0
     )
