@@ -75,15 +75,6 @@ def test_train_accepts_a_tiny_copy_and_every_change_is_listed(row: Row, tmp_path
     assert all(len(line) <= 100 for line in table(tiny.changes, 100).splitlines())
 
 
-def test_a_tiny_copy_has_no_quantized_engines(tmp_path: Path) -> None:
-    recipe = Path(__file__).parents[3] / "recipes" / "cuda" / "grpo_qwen3_8b.yaml"
-    tiny = make_tiny_copy(recipe, ["rollout.quantization=fp8"], tmp_path)
-    assert tiny.recipe.rollout.quantization is None
-    assert tiny.recipe.algorithm.correction.weights == "token"
-    (change,) = [change for change in tiny.changes if change.key == "rollout.quantization"]
-    assert change.outcome == "left out" and "GPUs" in str(change)
-
-
 @EACH
 def test_the_tiny_copy_keeps_parallel_dimensions_above_1(row: Row) -> None:
     """With enough processes each parallel dimension stays above 1; with two processes, at least one does."""
