@@ -7,7 +7,7 @@ A field is declared with ``key(default, doc)``: its first argument is the defaul
 other places:
 
 - `algorithm.loss` sets defaults of some keys of `algorithm` (`apply_loss_defaults` in megarl/preflight/load.py);
-- `rollout.quantization` sets that of `algorithm.correction.weights` (`apply_quantization` there);
+- `rollout.quantization` sets the default of `algorithm.correction.weights` (`apply_quantization` there);
 - ``None`` and ``auto`` often stand for a value that other keys and the device determine (derived/);
 - a device sets defaults of `megatron.ddp` (`DeviceKind.ddp`);
 - the limits of `sandbox` come from `megarl.sandbox.base.Limits`.

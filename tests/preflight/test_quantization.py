@@ -1,4 +1,4 @@
-"""`rollout.quantization`: what is refused before any process starts, the correction that it sets, and the arguments of vLLM."""
+"""`rollout.quantization`: refusals before any process starts, the correction that it sets, and the arguments of vLLM."""
 
 from __future__ import annotations
 
