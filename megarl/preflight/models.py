@@ -19,7 +19,7 @@ from megarl.hf.families.check import check_model, check_sizes
 from megarl.megatron.extra_settings import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
-from megarl.preflight.engines import check_experts, check_heads
+from megarl.preflight.engines import check_experts, check_heads, check_quantization
 from megarl.recipe.data import DataConfig
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.critic_view import critic_view
@@ -210,6 +210,7 @@ def sampled_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
             value="keep",
         )
     yield from errors_of(check_experts, recipe.rollout, config)
+    yield from errors_of(check_quantization, recipe.rollout, config)
     yield from errors_of(check_heads, "rollout", recipe.rollout, config, spread=recipe.rollout.spreads_experts)
 
 
