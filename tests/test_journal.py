@@ -216,7 +216,7 @@ def test_batches_of_a_lost_checkpoint_are_not_called_damaged(tmp_path: Path) -> 
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000004")
     assert session(recipe, Death()) is not None
     (text,) = [text for text in notices(recipe) if text.startswith("the journal of step 5 is skipped")]
-    assert "the batch of step 3 is no longer kept" in text and "damaged: " not in text
+    assert "the batch of step 3 is missing. A complete checkpoint" in text and "damaged: " not in text
 
 
 def test_a_step_whose_line_was_lost_keeps_its_seconds(tmp_path: Path) -> None:

@@ -194,8 +194,8 @@ class JournalSearch:
             folder = self.batches / checkpoint_name(step)
             if not folder.exists():
                 return (
-                    f"the batch of step {step} is no longer kept, since a checkpoint of this step or a later one has been complete. "
-                    f"That checkpoint is missing or damaged now, and the journal cannot go on without it"
+                    f"the batch of step {step} is missing. A complete checkpoint of this step or a later one deletes it: that "
+                    "checkpoint may be damaged or gone"
                 )
             damage = find_damage(folder, checksums=self.checksums)
             if damage is not None:

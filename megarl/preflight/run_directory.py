@@ -96,9 +96,7 @@ def find_place(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
             problem = (
                 f"no checkpoint in {directory.checkpoints} can be used, and {directory.path} has had one: {reason}"
             )
-            remedy = (
-                "restore it (is its file system mounted?); to begin again, move the folder away or choose another name"
-            )
+            remedy = "restore it (is its file system mounted?), or name it in train.resume; to begin again, move the folder away or choose another name"
             raise NotHereError("train.resume", "; ".join([problem, *notices]), remedy, value="auto")
         return place
     if place.journal is not None:
