@@ -23,7 +23,7 @@ VERLS_FILES = frozenset({
     "one_step_off_ppo_megatron_trainer", "fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer",
     "fully_async_dapo_trainer", "transfer_queue_ppo_trainer", "transfer_queue_ppo_megatron_trainer", "fully_async", "async_grpo",
     "dapo_trainer", "dapo_megatron_trainer", "dapo_transfer_queue_trainer", "dynamo_trainer", "entropy_trainer", "gvpo_trainer",
-    "sppo_trainer", "on_policy_distill_trainer", "rep_exp_trainer",
+    "sppo_trainer", "on_policy_distill_trainer", "rep_exp_trainer", "spo_trainer",
 })  # fmt: skip
 """Files of verl and verl-recipe with the defaults of `entry_points.py` and the tables."""
 
