@@ -14,7 +14,6 @@ from tests.support.trainer_processes import run_cases
 
 CASES: list[tuple[str, int, str, dict[str, Any]]] = [
     ("one process", 1, "qwen3", {}),
-    ("two stages", 2, "qwen3", {"pipeline_parallel": 2}),
     ("experts on two ranks", 2, "qwen3_moe", {"expert_parallel": 2}),
 ]
 SMALL = 0.01  # difference of the gradients of float16 and float32, as a share; measured: 0.002 and 0.003 with experts
@@ -42,6 +41,7 @@ def results(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     return {name: [torch.load(folder / f"{name}.{rank}") for rank in range(count)] for name, count, *_ in CASES}
 
 
+pytestmark = pytest.mark.timeout(1600)
 EACH = pytest.mark.parametrize("case", [name for name, *_ in CASES])
 
 

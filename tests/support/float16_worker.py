@@ -97,7 +97,7 @@ def run_case(case: dict[str, Any], output: Path) -> dict[str, Any]:
     results["resumed"] = [other.step(), other.step(LARGE), other.step()]
     results["same end"] = all(torch.equal(a, b) for a, b in zip(ended, state_of(other.trainer), strict=True))
     results["last scales"] = [last, other.scale]
-    results["until the smallest"] = [other.step(LARGE) for _ in range(20)]
+    results["until the smallest"] = [other.step(LARGE) for _ in range(16)]
     return results
 
 

@@ -236,9 +236,9 @@ def _list(value: Any) -> list[Any]:
 
 
 def translate_engine(conversion: Conversion) -> None:
-    """Set the engine's data type beside float16, rename engine arguments for SGLang, and leave out the ones that SGLang lacks."""
+    """Set the engine's data type if the trainers have another, rename engine arguments for SGLang, and leave out the ones that SGLang lacks."""
     settings, section = conversion.settings, "rollout.engine_args."
-    if settings.get("model.dtype") == "float16":
+    if settings.get("model.dtype", "bfloat16") != "bfloat16":
         settings.setdefault("rollout.dtype", "bfloat16")  # verl's default; megarl's is model.dtype
     if settings.get("rollout.engine") != "sglang":
         return
