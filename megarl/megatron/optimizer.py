@@ -13,7 +13,6 @@ from megarl.algorithms.spikes import GradNorms
 from megarl.recipe.derived.optimizer_extra import optimizer_settings
 from megarl.recipe.trainers import OptimizerConfig
 
-
 _FIRST_SCALE = 2.0**15  # Megatron's default, 2**32, would overflow in each of a run's first 17 updates or more
 
 

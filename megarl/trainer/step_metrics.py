@@ -96,16 +96,20 @@ def log_speed(log: RunLog, name: str, phase: str, flops: float, devices: int, pe
 
 def combine_updates(per_rank: Sequence[list[Metrics] | None], role: str) -> Metrics:
     """Combine the metrics of a step's mini batches: means, except the last learning rate and loss scale, and the sums of skipped
-    updates and overflows. The gradient norm's mean leaves overflows out, unless there is nothing else.
+    updates and overflows. The mean of the gradient norms leaves overflows out.
 
     per_rank: each rank's metrics per mini batch, None off the reporting ranks. role: "actor" or "critic".
     """
     steps = next(part for part in per_rank if part is not None)
     metrics = {name: float(np.mean([step[name] for step in steps if name in step])) for name in steps[-1]}
     norm, overflows = f"{role}/grad_norm", f"{role}/overflows"
-    metrics[norm] = float(np.mean([step[norm] for step in steps if not step.get(overflows)] or [steps[-1][norm]]))
+    del metrics[norm]
+    if norms := [step[norm] for step in steps if not step.get(overflows)]:
+        metrics[norm] = float(np.mean(norms))
     last = {name: steps[-1][name] for name in (f"{role}/lr", f"{role}/loss_scale") if name in steps[-1]}
-    sums = {name: sum(step[name] for step in steps) for name in (f"{role}/skipped_updates", overflows) if name in metrics}
+    sums = {
+        name: sum(step[name] for step in steps) for name in (f"{role}/skipped_updates", overflows) if name in metrics
+    }
     return {**metrics, **last, **sums}
 
 

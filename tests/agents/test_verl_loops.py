@@ -92,7 +92,11 @@ def test_a_turn_ends_at_a_stop_string(tmp_path: Path) -> None:
     """Engines sample on, and what is behind the string is left out; the string may be in a later piece of a long turn."""
     file = tmp_path / "tools.yaml"
     file.write_text(yaml.safe_dump({"tools": [ENTRIES[0]]}))
-    arguments = {TOOLS: str(file), "sampling_params.stop": "</code>", "sampling_params.include_stop_str_in_output": True}
+    arguments = {
+        TOOLS: str(file),
+        "sampling_params.stop": "</code>",
+        "sampling_params.include_stop_str_in_output": True,
+    }
     policy = Policy(["Try <code>1 + 3</code> or not"])
     done, _ = run("CodeLoop", policy, asked(), **arguments)
     assert done.failure is None and done.extra_info["turn"].startswith("Try <code>1 + 3</code>"), done.failure

@@ -36,7 +36,9 @@ class Run:
 
     def __init__(self, case: dict[str, Any], dtype: str) -> None:
         forget_last_model()
-        self.recipe = recipe_of(Layout(case["model_name"], dist.get_world_size(), case["megatron"]), Path(case["model"]))
+        self.recipe = recipe_of(
+            Layout(case["model_name"], dist.get_world_size(), case["megatron"]), Path(case["model"])
+        )
         self.recipe.model.dtype = dtype
         self.recipe.algorithm.loss, self.recipe.algorithm.kl_coef = "reinforce", 0.0
         self.recipe.algorithm.entropy_coef = 0.0

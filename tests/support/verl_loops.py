@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from verl.experimental.agent_loop.agent_loop import (
@@ -115,7 +115,7 @@ class AskAgainLoop(AgentLoopBase):
 class CodeLoop(AgentLoopBase):
     """Executes the policy's code with a tool of the run's file, in the form of verl until December 2025, as recipe/spo does."""
 
-    tools: dict[str, Any] = {}
+    tools: ClassVar[dict[str, Any]] = {}
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any, processor: Any = None, **kwargs: Any) -> None:

@@ -61,11 +61,18 @@ def test_overflows_are_counted_apart_and_do_not_end_a_run(tmp_path: Path) -> Non
             updates = [update(math.inf, overflow=1.0, scale=4.0), update(math.nan, overflow=1.0, scale=2.0)]
             metrics = log_update(log, skipped, step, "actor", [updates])
             skipped.check(step)
-        assert metrics["actor/overflows"] == 2 and metrics["actor/skipped_updates"] == 0 and metrics["actor/loss_scale"] == 2
+        assert (
+            metrics["actor/overflows"] == 2
+            and metrics["actor/skipped_updates"] == 0
+            and metrics["actor/loss_scale"] == 2
+        )
+        assert "actor/grad_norm" not in metrics, "advice reports norms that are not finite"
         assert not skipped.streaks() and (tmp_path / "notices.jsonl").read_text() == ""
         mixed = log_update(log, skipped, 5, "actor", [[update(math.inf, overflow=1.0, scale=2.0), update(3.0)]])
         assert mixed["actor/grad_norm"] == 3.0 and skipped.norms["actor"].state() == [3.0]
-        log_update(log, skipped, 6, "actor", [[update(math.nan, overflow=1.0, scale=2.0), update(math.nan, skipped=1.0)]])
+        log_update(
+            log, skipped, 6, "actor", [[update(math.nan, overflow=1.0, scale=2.0), update(math.nan, skipped=1.0)]]
+        )
         skipped.check(6)
         log_update(log, skipped, 7, "actor", [[update(math.nan, skipped=1.0)]])
         with pytest.raises(SpoiledWeights, match="nothing was learned in 2 consecutive steps, 6 to 7"):

@@ -29,7 +29,9 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _DEFAULT = f"{_ROLLOUT}.agent.default_agent_loop"
 _BUILT_IN = ("single_turn_agent", "tool_agent")
 _TOOLS = f"{_ROLLOUT}.multi_turn.tool_config_path"
-_REFUSED = {f"{_ROLLOUT}.multi_turn.function_tool_path": "verl's function tools are not passed to loops: the loop imports its tools"}
+_REFUSED = {
+    f"{_ROLLOUT}.multi_turn.function_tool_path": "verl's function tools are not passed to loops: the loop imports its tools"
+}
 _SAMPLING = "sampling_params."
 _PIECE = 256  # tokens of a request with stop strings: later ones are searched for the string, and left out behind it
 _NO_LIMIT = 1 << 20  # tokens of a message that the loop appends
@@ -143,9 +145,7 @@ def _config(arguments: Mapping[str, Any], verl: Mapping[str, Any]) -> Any:
 
 def _sampling(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that `run` receives in its sampling_params, as a manager of the user's would add them."""
-    return {
-        name.removeprefix(_SAMPLING): value for name, value in arguments.items() if name.startswith(_SAMPLING)
-    }
+    return {name.removeprefix(_SAMPLING): value for name, value in arguments.items() if name.startswith(_SAMPLING)}
 
 
 class _Maker:

@@ -155,7 +155,9 @@ def load(directory: Path, model: Model, optimizer: Any, *, layout: dict[str, int
     """
     saved = _fill(directory, model, optimizer)
     set_updates(optimizer, saved["updates"])
-    if (scale := loss_scale_of(optimizer)) is not None and "loss_scale" in saved:  # a checkpoint in another dtype has none
+    if (
+        scale := loss_scale_of(optimizer)
+    ) is not None and "loss_scale" in saved:  # a checkpoint in another dtype has none
         scale.restore(saved["loss_scale"])
     changed = {name: (saved["layout"].get(name), size) for name, size in layout.items()}
     changed = {name: sizes for name, sizes in changed.items() if sizes[0] != sizes[1]}

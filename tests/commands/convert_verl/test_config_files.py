@@ -153,8 +153,18 @@ def test_a_file_beside_the_script_counts_if_the_path_does_not_exist(tmp_path: Pa
     file = tmp_path / "scripts" / "configs" / "mine.yaml"
     note = f"line 1: --config-name=mine: the options of {file}, because base_dir/recipe/scripts/configs does not exist here: "
     assert f"{note}check that it is the same file" in result.notes
-    write(tmp_path / "recipe" / "scripts" / "configs", "mine.yaml", MULTI_TURN.replace("assistant_turns: 5", "assistant_turns: 6"))
+    write(
+        tmp_path / "recipe" / "scripts" / "configs",
+        "mine.yaml",
+        MULTI_TURN.replace("assistant_turns: 5", "assistant_turns: 6"),
+    )
     assert yaml.safe_load(converted(tmp_path, flags).text)["agent"]["max_turns"] == 6
-    write(tmp_path / "base_dir" / "recipe" / "scripts" / "configs", "mine.yaml", MULTI_TURN.replace("turns: 5", "turns: 7"))
+    write(
+        tmp_path / "base_dir" / "recipe" / "scripts" / "configs",
+        "mine.yaml",
+        MULTI_TURN.replace("turns: 5", "turns: 7"),
+    )
     exact = converted(tmp_path, flags)
-    assert yaml.safe_load(exact.text)["agent"]["max_turns"] == 7 and not any("does not exist" in note for note in exact.notes)
+    assert yaml.safe_load(exact.text)["agent"]["max_turns"] == 7 and not any(
+        "does not exist" in note for note in exact.notes
+    )
