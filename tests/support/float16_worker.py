@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megarl.platform import select
 
@@ -34,7 +34,7 @@ LARGE = 1e7  # factor of the advantages with which a gradient leaves float16's r
 class Run:
     """A trainer with one update in each step."""
 
-    def __init__(self, case: dict[str, Any], dtype: str) -> None:
+    def __init__(self, case: dict[str, Any], dtype: Literal["float32", "float16"]) -> None:
         forget_last_model()
         self.recipe = recipe_of(
             Layout(case["model_name"], dist.get_world_size(), case["megatron"]), Path(case["model"])
@@ -78,14 +78,15 @@ def run_case(case: dict[str, Any], output: Path) -> dict[str, Any]:
             return {"message": str(error)}
         raise AssertionError("the weights were not refused")
     metrics, gradients = {}, {}
-    for dtype in ("float32", "float16"):
+    dtypes: tuple[Literal["float32", "float16"], ...] = ("float32", "float16")
+    for dtype in dtypes:
         run = Run(case, dtype)
         metrics[dtype] = run.step()
         gradients[dtype] = gradient_of(run.trainer)  # the trainer is not used again: its weights have had another dtype
     run = Run(case, "float16")
     run.step()
-    dtypes = {str(weight.dtype) for weight in weights_of(run.trainer).values()}
-    results: dict[str, Any] = {"metrics": metrics, "gradients": gradients, "dtypes": dtypes}
+    sent = {str(weight.dtype) for weight in weights_of(run.trainer).values()}
+    results: dict[str, Any] = {"metrics": metrics, "gradients": gradients, "dtypes": sent}
     results["overflows"] = [run.step(LARGE) for _ in range(3)]
     results["after"] = run.step()
     folder = output / f"{case['name']}-checkpoint"

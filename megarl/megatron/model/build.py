@@ -72,7 +72,6 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
 
     from megarl.megatron.heads import value_head as critic
     from megarl.megatron.lora.attach import Lora
-    from megarl.megatron.lora.peft import load_adapter
     from megarl.megatron.model import upstream_fixes
 
     upstream_fixes.fix_megatron()
@@ -106,15 +105,25 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     _install_hooks(chunks, replays_routing=recipe.megatron.routing_replay != "none")
     if value_head:
         critic.name_head(bridge)
-    if platform.holds_values and value_head:
-        critic.load_weights(bridge, chunks, recipe.model.path, recipe.train.seed)
-    elif platform.holds_values:
-        bridge.load_weights(lora.base() if lora else chunks, recipe.model.path)
-        if lora and recipe.lora.path and not weights_only:
-            load_adapter(lora, Path(recipe.lora.path))
-    if platform.holds_values and dtype == torch.float16:
-        _check_range(chunks, recipe.model.path)
-    return Model(bridge, chunks, bridge.config, dtype, bridge.fields["vocab_size"], _image_layout(hf_config), lora)
+    model = Model(bridge, chunks, bridge.config, dtype, bridge.fields["vocab_size"], _image_layout(hf_config), lora)
+    if platform.holds_values:
+        _load_weights(model, recipe, value_head=value_head, with_adapter=not weights_only)
+    return model
+
+
+def _load_weights(model: Model, recipe: Recipe, *, value_head: bool, with_adapter: bool) -> None:
+    """Load the weights of `recipe.model.path`, and the adapter of `recipe.lora.path` into a model with adapters."""
+    from megarl.megatron.heads import value_head as critic
+    from megarl.megatron.lora.peft import load_adapter
+
+    if value_head:
+        critic.load_weights(model.bridge, model.chunks, recipe.model.path, recipe.train.seed)
+    else:
+        model.bridge.load_weights(model.lora.base() if model.lora else model.chunks, recipe.model.path)
+        if model.lora and recipe.lora.path and with_adapter:
+            load_adapter(model.lora, Path(recipe.lora.path))
+    if model.dtype == torch.float16:
+        _check_range(model.chunks, recipe.model.path)
 
 
 def _check_range(chunks: list[Any], path: str) -> None:

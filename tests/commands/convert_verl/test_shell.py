@@ -389,24 +389,3 @@ class TestParser:
 
     def test_windows_line_ends_are_accepted(self) -> None:
         assert arguments(f"A=1\r\n{MAIN} a=$A \\\r\n  b=2\r\n") == ["a=1", "b=2"]
-
-
-SLURM = """#!/bin/bash
-#SBATCH --nodes=2 --exclusive
-#SBATCH -c 16
-#SBATCH --gres=gpu:h100:4,shard:2
-#SBATCH --time=1:00:00
-set -u
-#SBATCH --ntasks=9
-N=${SLURM_JOB_NUM_NODES:-1}
-MAIN a=$N b=${SLURM_GPUS_ON_NODE:-8} c=$SLURM_CPUS_PER_TASK d=${SLURM_NTASKS:-none} e=${SLURM_GPUS_PER_NODE:-none}
-""".replace("MAIN", MAIN)
-
-
-def test_sbatch_sets_variables() -> None:
-    """From the lines before the first command. --gres sets no SLURM_GPUS_PER_NODE."""
-    assert arguments(SLURM) == ["a=2", "b=4", "c=16", "d=none", "e=none"]
-    assert arguments(SLURM, SLURM_GPUS_ON_NODE="6")[1] == "b=6"
-    assert "line 4: SLURM_GPUS_ON_NODE=4, as sbatch sets it from #SBATCH --gres=gpu:h100:4,shard:2" in notes(SLURM)
-    assert arguments(SLURM.replace("--nodes=2", "--nodes=2-4"))[0] == "a=1", "a range is no number"
-    assert arguments(SLURM.replace("--gres=gpu:h100:4,shard:2", "--gpus-per-node=h100:8"))[1::3] == ["b=8", "e=8"]

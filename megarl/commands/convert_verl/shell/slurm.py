@@ -32,6 +32,7 @@ def submitted_variables(text: str) -> dict[str, ShellVariable]:
         if not (match := _DIRECTIVE.match(line)):
             continue
         option, value = match[1] or _SHORT.get(match[2], ""), match[3]
+        names: tuple[str, ...]
         if option == "job-name":
             names, count = ("SLURM_JOB_NAME",), value.strip("\"'")
         else:
