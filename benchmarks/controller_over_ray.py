@@ -49,6 +49,9 @@ class Rank:
     def describe(self) -> dict[str, Any]:
         return {"dp_rank": self.rank // WIDTH, "dp_size": 1, "reports": self.rank % WIDTH == 0, "pid": os.getpid()}
 
+    def gather_vectors(self, samples: list[ShardSample]) -> tuple[None, list[list[SampleTokens]]]:
+        return None, [fetch(samples)]
+
     def load_shard(self, shard: Shard) -> None:
         self.tokens = sum(len(vectors.tokens) for vectors in fetch(shard.samples))
 

@@ -1,7 +1,7 @@
 """Inject faults into one run that goes on, and check that it trains each group exactly once and leaves nothing behind.
 
-    python -m benchmarks.deaths [--faults 20] [--victims all] [--kinds ...] [--moments ...] [--rule refresh] [--seed 0] [--limit 900]
-        [--out runs/deaths]
+    python -m benchmarks.deaths [--faults 20] [--minutes 600] [--victims all] [--kinds ...] [--moments ...] [--rule refresh]
+        [--seed 0] [--limit 900] [--out runs/deaths]
 
 A tiny model trains with two trainers and three engines. Whatever dies starts again while the run goes on: engines
 (`rollout.min_engines`), trainers (`train.trainer_restarts`), and all of it after the death of the controller (`train.restarts`,
@@ -17,7 +17,9 @@ Each fault waits until the run is whole again: it has new steps, with all engine
 script then starts the command again. After the last fault SIGTERM ends the run, and a last start trains a few steps more. The script ends
 with status 1 if the run ends otherwise, a process, file or piece of shared memory is left, a step is missing, a group was trained twice or
 left out, a step that was trained again had another gradient norm, more than 5 % of the steps have no gradient, or the last start does
-not end with status 0. OUT/faults.jsonl has a line per fault, OUT/result.json the summary, which is also printed.
+not end with status 0. With `--rule drain` it then trains as many steps without a fault, and ends with status 1 if a number of
+metrics.jsonl differs: all but times, memory, and `OF_FAULTS`. Each engine samples one sequence at a time there, because rounding
+may depend on the other sequences of a step. OUT/faults.jsonl has a line per fault, OUT/result.json the summary, which is also printed.
 """
 
 from __future__ import annotations
@@ -34,24 +36,29 @@ import subprocess
 import sys
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
+from benchmarks.fault_schedule import KINDS, MOMENTS, Fault, schedule, summary
 from benchmarks.faults import END_SECONDS, ROOT, Violation, check, lines_of, pid_of
 from benchmarks.faults import settings as settings_of
 from benchmarks.injection import fill, mount_private, strike
 from megarl.cluster.stacks.channel import read_stacks
 from megarl.commands.data.quickstart import prepare_quickstart
-
-T = TypeVar("T")
+from megarl.observe.metrics import without_times
 
 ENGINES, TRAINERS = 3, 2
 MOMENT_SECONDS = 20.0  # until a moment comes; then the fault hits any other
+OF_FAULTS = (
+    "fleet/",
+    "weight_sync/received_bytes",
+    "rollout/waiting",
+    "rollout/tokens_taken_over",
+)  # metrics that faults change
 MARK = "MEGARL_FAULTS"  # in the environment of every process of the run
 PROCESSES = {
     "engines": [f"engine{number}" for number in range(ENGINES)],
@@ -59,60 +66,23 @@ PROCESSES = {
     "controller": ["controller"],
 }
 PROCESSES["all"] = [name for names in PROCESSES.values() for name in names]
-KINDS = {"kill": 3, "close": 2, "stop": 1, "hang": 1, "disk": 1, "shm": 1}  # with their shares
 # Moments that a process's stack shows: the process, and a function of it.
 STACKS = {
     "decode": ("engine", r"model_executor/|execute_model|llm_engine"),
     "training": ("trainer-0", r"train_step|update_actor"),
     "update": ("trainer-0", r"megarl/weight_sync/"),
 }
-MOMENTS = ("prefill", "decode", "scoring", "training", "update", "save", "start")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """`victims`: of a fault of processes. `seconds`: that a file system is full; until a process that starts is hit."""
-
-    kind: str
-    moment: str
-    victims: tuple[str, ...]
-    seconds: float
-
-
-def in_turns(order: random.Random, values: Sequence[T]) -> Iterator[T]:
-    while True:
-        yield from order.sample(values, len(values))
-
-
-def schedule(
-    order: random.Random, kinds: Sequence[str], moments: Sequence[str], names: Sequence[str]
-) -> Iterator[Fault]:
-    """Draw faults without end."""
-    shares = [kind for kind in kinds for _ in range(KINDS[kind])]
-    for kind, moment in zip(in_turns(order, shares), in_turns(order, moments), strict=False):
-        victims = order.sample(names, min(len(names), 2 if order.random() < 0.2 else 1))
-        if "controller" in victims or (
-            kind == "hang" and moment == "start"
-        ):  # only rollout.start_timeout ends such a start
-            kind = "kill" if kind not in ("disk", "shm") else kind
-        if "controller" in victims and moment == "start":
-            moment = "training"
-        of_files = kind in ("disk", "shm")
-        yield Fault(
-            kind,
-            "save" if kind == "disk" and moment == "start" else moment,
-            () if of_files else tuple(victims),
-            order.uniform(0.5, 5),
-        )
 
 
 def settings(out: Path, rule: str) -> list[str]:
-    more = {
+    more: dict[str, object] = {
         "rollout.engines": ENGINES, "rollout.min_engines": 1, "rollout.step_timeout": 60, "train.save_every": 20,
         "train.grace_seconds": 60, "cluster.trainers": TRAINERS, "cluster.stall": 60, "train.trainer_restarts": 3, "train.restarts": 8,
         "train.journal": "true", "reward.function": "benchmarks.injection:slow_letters",
         "actor.optimizer.lr": 1e-5,  # so slow that all steps have a gradient: equal gradient norms of 0 would show nothing
     }  # fmt: skip
+    if rule == "drain":
+        more["rollout.engine_args.max_num_seqs"] = 1
     base_settings = [each for each in settings_of(out, rule) if each.partition("=")[0] not in more]
     return [*base_settings, *(f"{key}={value}" for key, value in more.items())]
 
@@ -124,18 +94,17 @@ class Run:
         self.disk, self.scoring, self.rule, self.limit = out / "disk", out / "scoring", rule, limit
         self.scoring.mkdir()
         self.log, self.mark = out / "output.log", uuid.uuid4().hex
+        self.environment = {
+            "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self.mark, "MEGARL_SCORING": str(self.scoring),
+        }  # fmt: skip
+
+    def command(self, out: Path) -> list[str]:
+        return [sys.executable, "-m", "megarl", "train", "recipes/quickstart.yaml", *settings(out, self.rule)]
 
     def start(self, *more: str) -> None:
-        command = [sys.executable, "-m", "megarl", "train", "recipes/quickstart.yaml", *settings(self.disk, self.rule)]
-        environment = {
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            MARK: self.mark,
-            "MEGARL_SCORING": str(self.scoring),
-        }
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, *more], cwd=ROOT, env=os.environ | environment, stdout=log, stderr=log
+                [*self.command(self.disk), *more], cwd=ROOT, env=os.environ | self.environment, stdout=log, stderr=log
             )
 
     def lines(self) -> list[dict[str, float]]:
@@ -152,7 +121,9 @@ class Run:
 
     def output(self, begin: int) -> str:
         """Return the output of the command from this byte on."""
-        return self.log.read_bytes()[begin:].decode(errors="replace")
+        with self.log.open("rb") as log:
+            log.seek(begin)
+            return log.read().decode(errors="replace")
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes of the run that live, in whatever session."""
@@ -228,20 +199,35 @@ def inject(run: Run, fault: Fault) -> tuple[dict[str, int], str]:
     return hit, fault.moment if is_met else "any"
 
 
-def wait_until_whole(run: Run, fault: Fault, hit: dict[str, int], before: int) -> str:
-    """Wait until the run has new steps, with all engines and without the processes that were hit. Returns how it got there.
+class Naming:
+    """Notes when the output of the run names a fault for the first time. before: bytes of the output before the fault."""
 
-    before: bytes of the output before the fault.
-    """
-    ends = fault.kind in ("kill", "stop", "hang")
+    def __init__(self, run: Run, fault: Fault, hit: Mapping[str, int], before: int) -> None:
+        self.run, self.before, self.began = run, before, time.monotonic()
+        words = [rf"\((?:pid|process) {pid}\b" for pid in hit.values()]
+        words += ["the controller: "] if "controller" in hit else []
+        words += ["disk is full|No space left"] if fault.kind in ("disk", "shm") else []
+        self.words = re.compile("|".join(words))
+        self.seconds: float | None = None
+
+    def look(self) -> None:
+        if self.seconds is None and self.words.search(self.run.output(self.before)):
+            self.seconds = round(time.monotonic() - self.began, 1)
+
+
+def wait_until_whole(run: Run, fault: Fault, hit: dict[str, int], naming: Naming) -> str:
+    """Wait until the run has new steps, with all engines and without the processes that were hit. Returns how it got there."""
+    before, ends = naming.before, fault.kind in ("kill", "stop", "hang")
     started_again = False
 
     def is_replaced() -> bool:
+        naming.look()
         return not ends or all(
             not psutil.pid_exists(pid) and run.pid(name) not in (0, pid) for name, pid in hit.items()
         )
 
     def has_steps() -> bool:
+        naming.look()
         lines = run.lines()
         return len(lines) > begin + 1 and lines[-1]["fleet/serving"] == ENGINES
 
@@ -288,26 +274,37 @@ def check_end(run: Run) -> dict[str, float]:
     left = [*run_directory.glob("checkpoints/.*"), *(Path("/dev/shm").iterdir() if os.path.ismount(run.disk) else [])]
     if left:
         raise Violation(f"files are left: {left[:5]}")
+    if run.rule == "drain":
+        compare_undisturbed(run)
     return {
         "steps": len(run.lines()), "groups": len(trained),
         "sampled_again": sum(line["fleet/sampled_again"] for line in run.lines()),
     }  # fmt: skip
 
 
-def summary(faults: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Count the faults, and the seconds until the run was whole again."""
-    seconds: dict[str, list[float]] = {}
-    for fault in faults:
-        seconds.setdefault(fault["kind"], []).append(fault["seconds_until_whole"])
-    counts = {key: dict(Counter(fault[key] for fault in faults)) for key in ("kind", "moment", "outcome")}
-    victims = Counter(re.sub(r"\W*\d+$", "", name) for fault in faults for name in fault["hit"])
-    whole = {kind: {"mean": round(sum(s) / len(s), 1), "most": max(s)} for kind, s in seconds.items()}
-    return {**counts, "victims": dict(victims), "seconds_until_whole": whole}
+def compare_undisturbed(run: Run) -> None:
+    """Train as many steps without a fault. Raises Violation if the numbers differ."""
+    undisturbed = run.disk.parent / "undisturbed"
+    shutil.copytree(run.disk / "quickstart", undisturbed / "quickstart")
+    command = [*run.command(undisturbed), f"train.steps={len(run.lines())}"]
+    with (run.disk.parent / "undisturbed.log").open("wb") as log:
+        environment = os.environ | run.environment
+        status = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log).returncode
+    if status:
+        raise Violation(f"the run without a fault ends with status {status}; see {log.name}")
+    ours, theirs = (without_times(lines) for lines in (run.lines(), lines_of(undisturbed)))
+    for mine, other in zip(ours, theirs, strict=True):
+        names = [
+            name for name in {*mine, *other} if not name.startswith(OF_FAULTS) and mine.get(name) != other.get(name)
+        ]
+        if names:
+            raise Violation(f"step {mine['step']:.0f} differs from the run without a fault in {sorted(names)[:9]}")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--minutes", type=float, default=600.0, help="after which no further fault is injected")
     parser.add_argument("--victims", choices=PROCESSES, default="all")
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS))
     parser.add_argument("--moments", choices=MOMENTS, nargs="+", default=list(MOMENTS))
@@ -331,28 +328,20 @@ def main() -> None:
     try:
         run.start()
         run.wait("begun", lambda: bool(run.lines()) and run.lines()[-1]["fleet/serving"] == ENGINES)
-        order = random.Random(options.seed)
+        order, last = random.Random(options.seed), time.monotonic() + options.minutes * 60
         for fault in schedule(order, options.kinds, options.moments, PROCESSES[options.victims]):
-            if len(faults) >= options.faults:
+            if len(faults) >= options.faults or time.monotonic() > last:
                 break
             step = len(run.lines()) + 1
             before = run.log.stat().st_size
             hit, moment = inject(run, fault)
             print(f"step {step}: {fault}, at {moment}: {hit}", flush=True)
-            began = time.monotonic()
-            outcome = wait_until_whole(run, fault, hit, before)
-            seconds = round(time.monotonic() - began, 1)
-            faults.append(
-                {
-                    "step": step,
-                    **asdict(fault),
-                    "moment": moment,
-                    "hit": hit,
-                    "outcome": outcome,
-                    "seconds_until_whole": seconds,
-                }
-            )
-            print(f"  {outcome} after {seconds:.1f} s", flush=True)
+            naming = Naming(run, fault, hit, before)
+            outcome = wait_until_whole(run, fault, hit, naming)
+            seconds = round(time.monotonic() - naming.began, 1)
+            figures = {"named_after": naming.seconds, "whole_after": seconds}
+            faults.append({"step": step, **asdict(fault), "moment": moment, "hit": hit, "outcome": outcome, **figures})
+            print(f"  {outcome} after {seconds:.1f} s, named after {naming.seconds} s", flush=True)
             with (out / "faults.jsonl").open("a") as log:
                 log.write(json.dumps(faults[-1]) + "\n")
         result = {

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.types import DataRef
 
 if TYPE_CHECKING:
-    from megarl.cluster.failures import Failure, WorkerFailed
+    from megarl.cluster.failures import Failure, ProcessInfo, WorkerFailed
     from megarl.cluster.stacks.report import GroupStacks
 
 
@@ -46,12 +46,12 @@ class WorkerGroup(Protocol):
         ...
 
     def scatter_with_data(
-        self, method: str, per_rank: list[tuple[Any, ...]], parts: int
-    ) -> list[tuple[Any, list[DataRef]]]:
-        """Run `scatter` for a method that returns ``control`` and `parts` lists of vectors.
+        self, method: str, per_rank: Sequence[tuple[Any, ...] | None], parts: int
+    ) -> list[tuple[Any, list[DataRef]] | None]:
+        """Run `scatter` for a method that returns ``control`` and `parts` lists of vectors. Ranks with None are not called.
 
-        Returns ``(control, DataRefs)`` per rank, with `parts` DataRefs. Over Ray the vectors never pass through
-        the controller.
+        Returns ``(control, DataRefs)`` per rank, with `parts` DataRefs; None if it was not called. Over Ray, vectors above Ray's
+        limit of 100 KB never pass through the controller.
         """
         ...
 
@@ -78,6 +78,11 @@ class Service(Protocol):
     @property
     def host(self) -> str:
         """Host name of its machine, for messages. Waits for the process to start."""
+        ...
+
+    @property
+    def known_place(self) -> ProcessInfo:
+        """The process, for messages, as far as it is known without waiting: before its start, the machine's address and the log."""
         ...
 
     @property

@@ -13,7 +13,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,14 +165,15 @@ def collect(
     size: int,
     poll: Callable[[set[int], float], list[tuple[int, Returned | Failure]]],
     check: Callable[[], None],
+    ranks: Collection[int] | None = None,
 ) -> list[Any]:
-    """Wait for all ranks and return their values in rank order.
+    """Wait for all ranks, or for `ranks`, and return their values in rank order: None for the others.
 
     ``poll(ranks, seconds)`` waits at most `seconds` and returns the new outcomes of `ranks`.
     `check` raises if a process that the ranks may be waiting for has failed.
     Raises WorkerFailed with the first cause.
     """
-    pending, values, failures = set(range(size)), [None] * size, []
+    pending, values, failures = set(range(size) if ranks is None else ranks), [None] * size, []
     deadline = math.inf
     while pending and time.monotonic() < deadline:
         for rank, outcome in poll(pending, 0.2):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -29,7 +29,7 @@ from megarl.trainer.actor import ActorWorker
 from megarl.trainer.critic import CriticWorker
 from megarl.trainer.token_recorder import TokenVectors
 from megarl.trainer.worker import Worker
-from megarl.types import DataRef, Group, Metrics, Shard
+from megarl.types import DataRef, Group, InlineData, Metrics, Shard
 from megarl.weight_sync.session import AbortedUpdate, Session, UpdateReport, WeightSyncError
 
 P = ParamSpec("P")
@@ -86,8 +86,28 @@ class TrainerGroup:
     # --- calls ----------------------------------------------------------------------------------
 
     def load_shards(self, shards: Sequence[Shard]) -> None:
-        """Load into each rank the shard of its data-parallel rank. The rank itself fetches the token vectors."""
-        self._scatter(Worker.load_shard, shards)
+        """Load into each rank the shard of its data-parallel rank. The ranks themselves fetch the token vectors."""
+        self._scatter(Worker.load_shard, self._gather_vectors(shards))
+
+    def _gather_vectors(self, shards: Sequence[Shard]) -> Sequence[Shard]:
+        """Let one rank of each data-parallel rank fetch the vectors of its shard, and return the shards with references to these.
+
+        The other ranks then fetch one object with the vectors that they need, instead of all groups that have a sample in the shard.
+        Where data-parallel ranks have one rank, or the vectors come with the shards, it returns `shards`.
+        """
+        if self.size == len(shards) or all(isinstance(s.data, InlineData) for shard in shards for s in shard.samples):
+            return shards
+        first = {rank["dp_rank"]: number for number, rank in reversed([*enumerate(self.ranks)])}
+        calls = [
+            (shards[rank["dp_rank"]].samples,) if first[rank["dp_rank"]] == number else None
+            for number, rank in enumerate(self.ranks)
+        ]
+        answers = self.workers.scatter_with_data(Worker.gather_vectors.__name__, calls, parts=1)
+        data = {rank["dp_rank"]: answer[1][0] for rank, answer in zip(self.ranks, answers, strict=True) if answer}
+        return [
+            replace(shard, samples=[replace(s, data=data[number], index=i) for i, s in enumerate(shard.samples)])
+            for number, shard in enumerate(shards)
+        ]
 
     def machine_load(self) -> list[MachineLoad]:
         """Return each rank's report of the load of its machine and device."""
@@ -166,8 +186,8 @@ class TrainerGroup:
 
     def _scatter(self, method: Callable[..., R], per_data_parallel_rank: Sequence[Any], *shared: Any) -> list[R]:
         """Run `method` on every rank with the item of its data-parallel rank and the `shared` arguments."""
-        arguments = [(per_data_parallel_rank[rank["dp_rank"]], *shared) for rank in self.ranks]
-        return self.workers.scatter(method.__name__, arguments)
+        arguments = [(item, *shared) for item in per_data_parallel_rank]
+        return self.workers.scatter(method.__name__, [arguments[rank["dp_rank"]] for rank in self.ranks])
 
     def _locate_vectors(
         self, method: Callable[..., Any], shared: tuple[Any, ...], sources: Sequence[Shard], targets: Sequence[Shard]
@@ -181,8 +201,9 @@ class TrainerGroup:
         calls = [(*shared, [route.source for route in plan[rank["dp_rank"]]]) for rank in self.ranks]
         answers = self.workers.scatter_with_data(method.__name__, calls, parts=len(targets))
         parts: list[list[VectorPart]] = [[] for _ in targets]
-        for rank, (_, data) in zip(self.ranks, answers, strict=True):
-            for part, route, vectors in zip(parts, plan[rank["dp_rank"]], data, strict=True):
+        for rank, answer in zip(self.ranks, answers, strict=True):
+            assert answer is not None
+            for part, route, vectors in zip(parts, plan[rank["dp_rank"]], answer[1], strict=True):
                 if rank["reports"] and route.target:
                     part.append((vectors, route.target))
         return parts

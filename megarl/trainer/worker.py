@@ -155,6 +155,10 @@ class Worker:
 
     # --- one step -------------------------------------------------------------------------------
 
+    def gather_vectors(self, samples: Sequence[ShardSample]) -> tuple[None, list[list[SampleTokens]]]:
+        """Fetch the vectors of `samples` from their groups, and return them as one part, in their order."""
+        return None, [fetch(samples)]
+
     def load_shard(self, shard: Shard) -> None:
         """Fetch the vectors of this rank's samples and lay out its micro batches."""
         vectors = fetch(shard.samples)

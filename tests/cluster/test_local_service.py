@@ -83,15 +83,15 @@ def test_a_call_of_a_stopped_service_does_not_block(start):
     """The process does not read, and the message is larger than the buffers of a socket."""
     engine = start()
     assert engine.call("scaled", 1).result(timeout=30) == 3
-    os.kill(engine.place.pid, signal.SIGSTOP)
+    os.kill(engine.known_place.pid, signal.SIGSTOP)
     try:
         calls = ThreadPoolExecutor(1)
         future = calls.submit(engine.call, "scaled", "x" * (16 << 20)).result(timeout=10)
         assert not future.done() and engine.alive()
     finally:
-        os.kill(engine.place.pid, signal.SIGCONT)
+        os.kill(engine.known_place.pid, signal.SIGCONT)
     assert len(future.result(timeout=30)) == 48 << 20
-    os.kill(engine.place.pid, signal.SIGSTOP)
+    os.kill(engine.known_place.pid, signal.SIGSTOP)
     waiting = engine.call("scaled", "x" * (16 << 20))
     engine.stop()
     with pytest.raises(ServiceDied, match="it was stopped"):
@@ -161,7 +161,7 @@ def test_the_cause_of_a_killed_service_is_the_one_given(start):
     """A process that is stopped is killed because it is stopped."""
     engine = start()
     assert engine.call("scaled", 1).result(timeout=30) == 3
-    because = Failure.death(engine.place, "its process has been stopped")
+    because = Failure.death(engine.known_place, "its process has been stopped")
     engine.kill(because)
     assert wait_until(lambda: not engine.alive(), 10)
     with pytest.raises(ServiceDied, match="has been stopped"):

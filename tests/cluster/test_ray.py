@@ -25,6 +25,10 @@ def test_calls_scatters_and_collectives(connect, tmp_path):
     assert (first[0], first[2:], second[0], second[2:]) == (0, ("0", "2", "trainer"), 1, ("1", "2", "trainer"))
     assert group.call("sum", 2) == [4.0, 4.0]
     assert group.scatter("echo", [("a",), ("b",)]) == [(0, "a"), (1, "b")]
+    shared = ("both",)
+    assert group.scatter("echo", [shared, shared]) == [(0, "both"), (1, "both")]
+    nothing, (word, (refs,)) = group.scatter_with_data("give", [None, ([[5]],)], parts=1)
+    assert nothing is None and word == "from 1" and group.call("total", [refs]) == [5.0, 5.0]
     assert "trainer rank 1" in (tmp_path / "trainer-1.log").read_text()
     group.shutdown()
     assert wait_until(lambda: not alive(first[1]) and not alive(second[1]), 5)

@@ -50,9 +50,10 @@ def test_a_run_under_torchrun_completes(launch, tmp_path):
     assert "(1, " in facts[0] and facts[0].count("'2', 'trainer'") == 2
     assert facts[1] == "FACT [4.0, 4.0] [(0, 'a'), (1, 'b')]"
     assert facts[2] == "FACT ['from 0', 'from 1'] [9.0, 9.0]"
-    assert facts[3] == "FACT ['engine', '2', None]"
+    assert facts[3] == "FACT None [(0, 'both'), (1, 'both')]"
+    assert facts[4] == "FACT ['engine', '2', None]"
     assert "trainer rank 1" in (tmp_path / "trainer-1.log").read_text()
-    assert not any(alive(pid) for pid in map(int, facts[4].split()[2:]))
+    assert not any(alive(pid) for pid in map(int, facts[5].split()[2:]))
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_an_engine_that_hangs_is_replaced_and_its_groups_go_on(
         return
     look(20)
     assert engines.restarts == [0] and engines.fleet.serving == [1] and hung.running == {}
-    assert "service engine0 on 10.0.0.0 died: it hangs: its step 7 has not ended for 60 s" in engines.notices[0]
+    assert "service engine0 on host (pid 7) died: it hangs: its step 7 has not ended for 60 s" in engines.notices[0]
     assert sorted(other.running) == [0, 1, 2, 3, 4, 5, 6, 7]
     engines.load(0)
     look(120)

@@ -7,15 +7,17 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 
+from benchmarks.deaths import OF_FAULTS
 from benchmarks.injection import hang
+from megarl.observe.metrics import without_times
 from tests.support.stack import metrics
-from tests.support.training_runs import Run, background_runs, pid_in_log
+from tests.support.training_runs import SMALL, Run, background_runs, pid_in_log, train
 
 pytestmark = pytest.mark.stack
 
@@ -74,6 +76,31 @@ def test_a_killed_engine_starts_again_while_the_run_goes_on(started: Callable[..
     notices = (run.directory / "notices.jsonl").read_text()
     assert "service engine1" in notices and "killed (SIGKILL" in notices and "engine1 has the run's weights" in notices
     assert [line["step"] for line in metrics(run.directory)] == list(range(1, len(metrics(run.directory)) + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_deaths_of_engines_change_no_number(
+    started: Callable[..., Run], quickstart_data: Path, tmp_path: Path, staleness: int
+) -> None:
+    """The other engines sample the dead engine's groups from the same seeds, whatever else they sample meanwhile."""
+    settings = ["rollout.engines=3", f"rollout.max_staleness={staleness}", "rollout.at_update=drain", "train.steps=10"]
+    assert train(quickstart_data, tmp_path, "undisturbed", *SMALL, *FLEET, *settings).returncode == 0
+    run = started(*settings)
+    for step, engine in ((2, "engine1"), (5, "engine2")):
+        run.wait_for_steps(step)
+        os.kill(pid_in_log(run.directory, engine), signal.SIGKILL)
+    status, errors = run.end(300)
+    assert status == 0, errors
+    ours, theirs = (without_times(metrics(folder)) for folder in (run.directory, tmp_path / "undisturbed"))
+    assert ours[-1]["fleet/deaths"] == 2 and any(line["fleet/sampled_again"] > 0 for line in ours)
+    assert [of_samples(line) for line in ours] == [of_samples(line) for line in theirs]
+
+
+def of_samples(line: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that do not count engines or what they receive and wait for."""
+    return {name: value for name, value in line.items() if not name.startswith(OF_FAULTS)}
 
 
 @pytest.mark.slow

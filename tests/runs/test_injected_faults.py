@@ -14,7 +14,8 @@ from itertools import islice
 import psutil
 import pytest
 
-from benchmarks.deaths import KINDS, MOMENTS, PROCESSES, Fault, schedule
+from benchmarks.deaths import PROCESSES
+from benchmarks.fault_schedule import KINDS, MOMENTS, Fault, schedule
 from benchmarks.injection import close_connections, hang, trace
 
 

@@ -21,6 +21,7 @@ class Service(ManualService):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.name, self.address = f"engine{number}", f"10.0.0.{number}"
+        self.known_place = ProcessInfo(f"service {self.name}", "host", 7)
         self.dead: Failure | None = None
         self.stopping = False
         self.started: Future[Any] = Future()
@@ -41,13 +42,12 @@ class Service(ManualService):
 
     def die(self) -> None:
         """End the process."""
-        self.dead = Failure.death(ProcessInfo(f"service {self.name}", "host", 7), "killed")
+        self.dead = Failure.death(self.known_place, "killed")
         self.fail_calls(ServiceDied(self.dead))
 
     def break_down(self) -> None:
         """The engine fails in a process that lives, as after an error of a device."""
-        place = ProcessInfo(f"service {self.name}", "host", 7)
-        error = CallFailed(Failure.raised(place, Raised("EngineDead", "engine died: out of memory", "")))
+        error = CallFailed(Failure.raised(self.known_place, Raised("EngineDead", "engine died: out of memory", "")))
         self.fail_calls(error)
         self.end.set_exception(error)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -67,17 +68,29 @@ class RayGroup:
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
         assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
-        calls = [actor.call.remote(method, args) for actor, args in zip(self._actors, per_rank, strict=True)]
+        times, copies = Counter(id(args) for args in per_rank), dict[int, Any]()
+        for args in per_rank:
+            if times[id(args)] > 1 and id(args) not in copies:
+                copies[id(args)] = ray.put(args)  # serialised once for the ranks that share it; Ray passes them its value
+        calls = [
+            actor.call.remote(method, copies.get(id(args), args))
+            for actor, args in zip(self._actors, per_rank, strict=True)
+        ]
         return self._wait_watched(calls, method)
 
     def scatter_with_data(
-        self, method: str, per_rank: list[tuple[Any, ...]], parts: int
-    ) -> list[tuple[Any, list[DataRef]]]:
+        self, method: str, per_rank: Sequence[tuple[Any, ...] | None], parts: int
+    ) -> list[tuple[Any, list[DataRef]] | None]:
         assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
-        methods = [actor.call_with_data.options(num_returns=1 + parts) for actor in self._actors]
-        calls = [remote.remote(method, args, parts) for remote, args in zip(methods, per_rank, strict=True)]
-        controls = self._wait_watched([refs[0] for refs in calls], method)
-        return [(control, [RayData(ref) for ref in refs[1:]]) for control, refs in zip(controls, calls, strict=True)]
+        calls = [
+            None if args is None else actor.call_with_data.options(num_returns=1 + parts).remote(method, args, parts)
+            for actor, args in zip(self._actors, per_rank, strict=True)
+        ]
+        controls = self._wait_watched([refs and refs[0] for refs in calls], method)
+        return [
+            None if refs is None else (control, [RayData(ref) for ref in refs[1:]])
+            for control, refs in zip(controls, calls, strict=True)
+        ]
 
     def shutdown(self) -> None:
         if self.has_shutdown and self.failure is None:  # other ranks would wait for a dead one
@@ -158,10 +171,11 @@ class RayGroup:
         return GroupStacks(self._name, self._places, states, call, seconds)
 
     def wait(self, refs: list[Any], check: Callable[[], None] | None = None) -> list[Any]:
-        """Wait for `refs`, one per rank, and return their values."""
+        """Wait for `refs`, one per rank, and return their values. A rank with None is not waited for."""
         check = check or self._cluster.check_services
+        called = [rank for rank, ref in enumerate(refs) if ref is not None]
         try:
-            return collect(len(refs), lambda pending, seconds: self._poll(refs, pending, seconds), check)
+            return collect(len(refs), lambda pending, seconds: self._poll(refs, pending, seconds), check, called)
         except ClusterError as error:
             if self.essential or not isinstance(error, WorkerFailed):
                 self._cluster.shutdown()

@@ -88,6 +88,10 @@ class RayService:
         return self.place().host
 
     @property
+    def known_place(self) -> ProcessInfo:
+        return self._place
+
+    @property
     def device_names(self) -> str:
         return ",".join(device.id for device in self.devices)
 

@@ -12,7 +12,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -64,11 +64,12 @@ class TorchrunGroup:
         return self.run([CallMessage(method, args) for args in per_rank], method)
 
     def scatter_with_data(
-        self, method: str, per_rank: list[tuple[Any, ...]], parts: int
-    ) -> list[tuple[Any, list[DataRef]]]:
-        results = self.scatter(method, per_rank)
-        assert all(len(data) == parts for _, data in results), f"{method} did not return {parts} parts"
-        return [(control, [InlineData(part) for part in data]) for control, data in results]
+        self, method: str, per_rank: Sequence[tuple[Any, ...] | None], parts: int
+    ) -> list[tuple[Any, list[DataRef]] | None]:
+        assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
+        results = self.run([args if args is None else CallMessage(method, args) for args in per_rank], method)
+        assert all(len(result[1]) == parts for result in results if result), f"{method} did not return {parts} parts"
+        return [None if result is None else (result[0], [InlineData(part) for part in result[1]]) for result in results]
 
     def shutdown(self) -> None:
         if self._has_shutdown:
@@ -79,8 +80,11 @@ class TorchrunGroup:
         self.run([ConstructMessage(class_path, args, env)] * self.size, "its start")
         self._has_shutdown = hasattr(load_class(class_path), "shutdown")
 
-    def run(self, messages: list[ConstructMessage | CallMessage], doing: str) -> list[Any]:
-        """Send each rank its message and return the values in rank order. `doing`: the call's name, for messages."""
+    def run(self, messages: Sequence[ConstructMessage | CallMessage | None], doing: str) -> list[Any]:
+        """Send each rank its message and return the values in rank order. `doing`: the call's name, for messages.
+
+        A rank whose message is None gets none; its value is None.
+        """
         watch, stall = (
             LocalWatch([rank.place for rank in self._ranks], doing),
             StallWatch(self.stacks, self._cluster.stall),
@@ -95,8 +99,10 @@ class TorchrunGroup:
         try:
             with self._cluster.waiting:
                 for rank, message in zip(self._ranks, messages, strict=True):
-                    rank.send(message)
-                return collect(self.size, self._poll, check)
+                    if message is not None:
+                        rank.send(message)
+                called = [rank for rank, message in enumerate(messages) if message is not None]
+                return collect(self.size, self._poll, check, called)
         except ClusterError:
             self._cluster.abort()
             raise
@@ -227,7 +233,7 @@ class TorchrunCluster(Cluster):
         else:
             assert isinstance(replaces, LocalService)
             if replaces.alive():
-                replaces.kill(Failure.death(replaces.place, "it was ended, to start again"))
+                replaces.kill(Failure.death(replaces.known_place, "it was ended, to start again"))
             replaces.stop()
             self._services.remove(replaces)
             claimed = self._claimed[name]
@@ -256,7 +262,7 @@ class TorchrunCluster(Cluster):
             raise
 
     def stacks(self) -> list[GroupStacks]:
-        places = [service.place for service in list(self._services) if service.alive()]
+        places = [service.known_place for service in list(self._services) if service.alive()]
         services = GroupStacks("service", places, read_stacks([place.pid for place in places], True))
         return [*([self._group.stacks(True)] if self._group is not None else []), services]
 
@@ -275,11 +281,11 @@ class TorchrunCluster(Cluster):
     def _check_stopped(self, services: list[LocalService]) -> None:
         """Raise ServiceDied if an essential service is stopped; kill another one that is."""
         if self._service_watch is None or self._service_watch[0] != services:
-            self._service_watch = services, LocalWatch([service.place for service in services], "the run", ServiceDied)
+            self._service_watch = services, LocalWatch([service.known_place for service in services], "the run", ServiceDied)
         try:
             self._service_watch[1].check()
         except ServiceDied as error:
-            stopped = next(service for service in services if service.place == error.failure.place)
+            stopped = next(service for service in services if service.known_place == error.failure.place)
             if stopped.essential:
                 raise
             stopped.kill(replace(error.failure, died=True))

@@ -64,7 +64,7 @@ class LocalService:
             start_new_session=True,  # a new process group, which ends together and does not receive Ctrl-C
         )
         remote.close()
-        self.place = ProcessInfo(f"service {name}", self.host, self._process.pid, str(log))
+        self.known_place = ProcessInfo(f"service {name}", self.host, self._process.pid, str(log))
         self._wire = Wire(local)
         self._outgoing = SendQueue(self._wire)
         self._numbers = itertools.count(CONSTRUCTED + 1)
@@ -74,7 +74,7 @@ class LocalService:
         self._killed_because: Failure | None = None
         self.stopping = self.kept = False
         self._reader = threading.Thread(target=self._read, name=f"service-{name}", daemon=True)
-        self._outgoing.send(ServiceStart(class_path, args, self.place.name, str(log)))
+        self._outgoing.send(ServiceStart(class_path, args, self.known_place.name, str(log)))
         self._reader.start()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
@@ -136,7 +136,7 @@ class LocalService:
             except EOFError:
                 break
             except UnreadableMessage as error:  # which call it answers is unknown
-                self.kill(Failure.raised(self.place, Raised.of(error)))
+                self.kill(Failure.raised(self.known_place, Raised.of(error)))
                 break
             if number == CONSTRUCTED:
                 constructor_error = outcome if isinstance(outcome, Raised) else None
@@ -146,17 +146,17 @@ class LocalService:
             if isinstance(outcome, Returned):
                 future.set_result(_with_data(outcome.value) if with_data else outcome.value)
             else:
-                future.set_exception(CallFailed(Failure.raised(self.place, outcome)))
+                future.set_exception(CallFailed(Failure.raised(self.known_place, outcome)))
         self._end(constructor_error)
 
     def _end(self, constructor_error: Raised | None) -> None:
         """Record why the process has ended and fail all pending calls."""
         returncode = self._process.wait()
         if constructor_error is not None:
-            failure = Failure.raised(self.place, constructor_error)
+            failure = Failure.raised(self.known_place, constructor_error)
         else:
             cause = "it was stopped" if self.stopping else exit_cause(returncode)
-            failure = self._killed_because or Failure.death(self.place, cause)
+            failure = self._killed_because or Failure.death(self.known_place, cause)
         with self._lock:
             self._failure = failure
             waiting, self._waiting = self._waiting, {}

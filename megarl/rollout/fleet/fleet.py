@@ -25,7 +25,6 @@ from megarl.cluster.failures import (
     ClusterError,
     Failure,
     MachineLost,
-    ProcessInfo,
     ServiceDied,
     TooFewEngines,
 )
@@ -338,11 +337,7 @@ class Fleet(ChangingFleet):
         with self.lock:
             for member, cause in hung.items():
                 if member in self._states.members:
-                    self._die(member[0], Failure.death(self._place(member[0]), cause))
-
-    def _place(self, engine: int) -> ProcessInfo:
-        """Return an engine's process with the address of its machine, which is known before the process has started."""
-        return ProcessInfo(f"service {engine_name(engine)}", self.engines[engine].service.address)
+                    self._die(member[0], Failure.death(self.engines[member[0]].service.known_place, cause))
 
     def _find_failed(self, members: Sequence[Member]) -> bool:
         """Return whether one of `members` has died, or failed in its part of the update, which counts as a death."""
@@ -350,7 +345,7 @@ class Fleet(ChangingFleet):
         with self.lock:
             for member in self._failed & set(self._states.members):
                 cause = "it failed in an update of the weights; see its log"
-                self._die(member[0], Failure.death(self._place(member[0]), cause))
+                self._die(member[0], Failure.death(self.engines[member[0]].service.known_place, cause))
             self._failed.clear()
             return any(member not in self._states.members for member in members)
 
@@ -363,7 +358,7 @@ class Fleet(ChangingFleet):
             if not loading.done():
                 if time.monotonic() - self._load_began[engine] > self._load_limit:
                     cause = f"it has not loaded within rollout.start_timeout = {self._load_limit:g} s; see its log"
-                    self._die(engine, Failure.death(self._place(engine), cause))
+                    self._die(engine, Failure.death(self.engines[engine].service.known_place, cause))
                 continue
             del self._loading[engine]
             error = loading.exception()
