@@ -6,6 +6,8 @@ The sets of a device kind are in `DeviceKind.sets` (cpu_kind.py, cuda_kind.py, n
 from __future__ import annotations
 
 import importlib.metadata
+import platform
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from packaging.specifiers import SpecifierSet
@@ -62,3 +64,25 @@ def meets(version: str | None, specifier: str) -> bool:
         return version is not None and SpecifierSet(specifier).contains(version, prereleases=True)
     except InvalidVersion:
         return False
+
+
+def cuda_builds(
+    version: Callable[[str], str | None] = version_of, architecture: str = platform.machine()
+) -> dict[str, tuple[str, str]]:
+    """Return the problem and the remedy for each package that is built for CUDA beside a torch for CPUs.
+
+    transformers and vLLM import these packages wherever they are installed, and then cannot be imported themselves. pip takes
+    CUDA builds from PyPI, on x86_64. version: returns the version of a distribution, as `version_of`.
+    """
+    torch = version("torch") or ""
+    if not torch.endswith("+cpu") or architecture != "x86_64":
+        return {}
+    installed = {name: version(name) or "" for name in ("torchvision", "torchaudio", "torchcodec")}
+    return {
+        name: (
+            f"{name} {number} is a CUDA build, torch {torch} is for CPUs: `import vllm` fails",
+            f"pip uninstall -y {name}, or install its +cpu build from PyTorch's index for CPU wheels",
+        )
+        for name, number in installed.items()
+        if number and "+cpu" not in number
+    }

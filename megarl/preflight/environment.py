@@ -8,7 +8,9 @@ from megarl.algorithms.catalogue import LOSSES
 from megarl.batching.limits import group_size_notice
 from megarl.cluster import trainer_notices
 from megarl.engines.specs import first_specs
+from megarl.errors import NotHereError
 from megarl.observe.webhook import unencrypted_notice
+from megarl.platform.version_sets import cuda_builds
 from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.derived.at_update import update_notice
 from megarl.recipe.derived.seeded import seeds_notice
@@ -23,8 +25,11 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
     """Return notices of variables that the recipe sets or requires, or that differ between this shell and the run's processes.
 
     `training`: false for `megarl eval`, which has no trainers. Raises RecipeError for a variable of `cluster.environment`
-    that would break a process.
+    that would break a process, and for packages that cannot be imported on a CPU.
     """
+    if platform.kind.name == "cpu" and (builds := cuda_builds()):
+        problems, remedies = zip(*builds.values(), strict=True)
+        raise NotHereError("cluster.device", "; ".join(problems), "; ".join(remedies), value="cpu")
     notices = trainer_notices(recipe, platform) if training else []
     if training:
         notices += [

@@ -235,7 +235,11 @@ def torchrun(scenario, logs):
         print("FACT", group.call("sum", 2), group.scatter("echo", [("a",), ("b",)]), flush=True)
         results = group.scatter_with_data("give", [([[1]], [[2, 3]]), ([], [[4]])], parts=2)
         print("FACT", [word for word, _ in results], group.call("total", [refs[1] for _, refs in results]), flush=True)
-        print("FACT", group.scatter_with_data("give", [None, ([[5]],)], parts=1)[0], group.scatter("echo", [("both",)] * 2))
+        print(
+            "FACT",
+            group.scatter_with_data("give", [None, ([[5]],)], parts=1)[0],
+            group.scatter("echo", [("both",)] * 2),
+        )
         print("FACT", [engine.call("variable", name).result() for name in ("ROLE", "TEST_VISIBLE_DEVICES", "RANK")])
         print("FACT pids", *engine.call("child_pid").result(), os.getpid(), flush=True)
         began = time.monotonic()

@@ -37,7 +37,9 @@ class Workers:
 
     def scatter_with_data(self, method: str, per_rank: list[tuple[Any, ...] | None], parts: int) -> list[Any]:
         assert method == "gather_vectors" and parts == 1
-        return [args and (None, [StoredData(f"rank {rank}", tuple(fetch(*args)))]) for rank, args in enumerate(per_rank)]
+        return [
+            args and (None, [StoredData(f"rank {rank}", tuple(fetch(*args)))]) for rank, args in enumerate(per_rank)
+        ]
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> None:
         assert method == "load_shard"

@@ -71,7 +71,9 @@ class RayGroup:
         times, copies = Counter(id(args) for args in per_rank), dict[int, Any]()
         for args in per_rank:
             if times[id(args)] > 1 and id(args) not in copies:
-                copies[id(args)] = ray.put(args)  # serialised once for the ranks that share it; Ray passes them its value
+                copies[id(args)] = ray.put(
+                    args
+                )  # serialised once for the ranks that share it; Ray passes them its value
         calls = [
             actor.call.remote(method, copies.get(id(args), args))
             for actor, args in zip(self._actors, per_rank, strict=True)
