@@ -17,7 +17,6 @@ from megarl.checkpoint.next_commands import naming_checkpoint, print_end
 from megarl.cluster import is_controller, serve
 from megarl.errors import as_input_error
 from megarl.observe.log import RunLog
-from megarl.observe.metrics import STEP_SECONDS
 from megarl.observe.restarts import restart_notices
 from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.environment import environment_notices
@@ -59,7 +58,7 @@ def train(recipe: Recipe) -> Path:
 def run_steps(run: Run, checkpoint: Path | None = None, journal: JournalEntry | None = None) -> None:
     """Run from the first step, or from the step after a checkpoint or the journal, to `train.steps`."""
     done, unlogged_metrics = recovery.resume(run, checkpoint, journal)
-    run.log.begin(earlier=(unlogged_metrics or {}).pop(STEP_SECONDS, 0.0))
+    run.log.begin(earlier=recovery.take_seconds(unlogged_metrics))
     if unlogged_metrics is not None:  # the killed run had step `done`, but did not write its metrics
         run.log.add(unlogged_metrics)
         with_trainers(run, done, lambda: recovery.finish_step(run, done))
