@@ -18,11 +18,13 @@ from megarl.cluster.failures import (
     ProcessInfo,
     Raised,
     ServiceDied,
+    TooFewEngines,
     WorkerFailed,
 )
 from megarl.engines.tape import TapeFile
 from megarl.rollout.evaluate import FIRST_EVALUATION_GROUP, _run
 from megarl.rollout.fleet import fleet as fleet_module
+from megarl.rollout.fleet.fleet import Fleet
 from megarl.rollout.fleet.states import MOST_STARTS, EngineStates
 from megarl.rollout.source_engines import EnginesSource
 from megarl.rollout.tape import TAPE_FORMAT, Arrivals, history, segments_of, with_deaths
@@ -110,6 +112,50 @@ def test_too_few_engines_end_the_run() -> None:
     with pytest.raises(ServiceDied, match=r"engine2(.|\n)*Fewer than rollout.min_engines = 2 engines are left"):
         engines.fleet.poll()
     assert engines.restarts == [0], "no process is started for a run that ends"
+
+
+def test_a_call_that_fails_with_the_last_engines_names_all_of_them() -> None:
+    """Failed calls report deaths before the controller looks at the processes."""
+    engines = Engines(count=3)
+    source = source_of(engines)
+    source.admit(0)
+    for service in engines.services:
+        service.die()
+    with pytest.raises(TooFewEngines, match=r"Fewer than rollout.min_engines = 1 engines are left"):
+        source.take(4)
+    ends = [(notice.split()[1], notice.splitlines()[-1]) for notice in engines.notices]
+    assert ends == [
+        ("engine0", "2 engines left that sample"),
+        ("engine1", "1 engine left that sample"),
+        ("engine2", "0 engines left that sample"),
+    ]
+    assert engines.events == ["death"] * 3 and engines.restarts == []
+
+
+def test_problems_of_the_last_engines_name_all_of_them() -> None:
+    engines = Engines()
+    problems = [Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(4)]
+    threading.Timer(0.2, lambda: [service.die() for service in engines.services]).start()
+    with pytest.raises(TooFewEngines):
+        _run(problems, Sampling(n=1, max_tokens=8), engines.handles, engines.fleet.poll, 5.0, engines.fleet)
+    assert [notice.split()[1] for notice in engines.notices] == ["engine0", "engine1"]
+
+
+def test_no_engine_restarts_while_others_that_died_with_it_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = Engines(count=3)
+    handles = engines.handles
+    engines.fleet = Fleet(handles, [{}] * 3, 1, engines.restart, engines.note, engines.end, together=1.0)
+    first, second, third = engines.services
+    late = [second, third]
+    monkeypatch.setattr(fleet_module.time, "sleep", lambda _: late.pop().die() if late else None)
+    first.die()
+    with pytest.raises(TooFewEngines, match="engine1"):
+        engines.fleet.poll()
+    assert engines.restarts == [] and [notice.split()[1] for notice in engines.notices] == [
+        "engine0",
+        "engine2",
+        "engine1",
+    ]
 
 
 def test_an_engine_that_never_starts_is_given_up() -> None:
