@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -165,7 +166,36 @@ def test_an_engine_that_never_starts_is_given_up() -> None:
         engines.fleet.poll()
         engines.fleet.poll()
     assert engines.restarts == [1] * MOST_STARTS
-    assert "engine1 has died 3 times before it sampled, and does not restart" in engines.notices
+    (text,) = given_up(engines)
+    assert text.startswith("engine1 has died 3 times before it sampled, and does not restart; see its log. A restart")
+    assert commands_of(text) == [1, 2]
+    for number in commands_of(text):
+        engines.fleet.set_wanted(number)
+        engines.fleet.poll()
+    engines.load(1)
+    engines.update()
+    assert engines.restarts == [1] * (MOST_STARTS + 1) and engines.fleet.serving == [0, 1]
+
+
+def test_the_commands_that_start_engines_again_keep_the_least_number() -> None:
+    engines = Engines(count=3)
+    for engine in (1, 2):
+        for _ in range(MOST_STARTS + 1):
+            engines.services[engine].die()
+            engines.fleet.poll()
+    assert [commands_of(text) for text in given_up(engines)] == [[2, 3], [1, 3]]
+    engines.fleet.least = 2
+    assert commands_of(engines.fleet._given_up_text(2)) == [], "megarl engines would refuse 1"
+
+
+def given_up(engines: Engines) -> list[str]:
+    """Return the notices of engines that do not restart."""
+    return [text for text, event in zip(engines.notices, engines.events, strict=True) if event == "given_up"]
+
+
+def commands_of(text: str) -> list[int]:
+    """Return the numbers of engines of the commands in a notice."""
+    return [int(number) for number in re.findall(r"`megarl engines RUN_DIRECTORY (\d+)`", text)]
 
 
 def test_a_new_process_that_does_not_load_in_time_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

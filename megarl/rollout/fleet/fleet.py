@@ -321,9 +321,17 @@ class Fleet(ChangingFleet):
         serving = pluralize(len(self._states.serving), "engine")
         self._add_message(f"{failure}\n{serving} left that sample", "death")
         if engine not in self._states.due:
-            name = engine_name(engine)
-            text = f"{name} has died {MOST_STARTS} times before it sampled, and does not restart"
-            self._add_message(text, "warning")
+            self._add_message(self._given_up_text(engine), "given_up")
+
+    def _given_up_text(self, engine: int) -> str:
+        """Return the message of an engine that does not restart, with the commands that start it again."""
+        states, remedy = self._states, "A restart of the run starts it again"
+        fewer = states.wanted - sum(states.is_dead(each) and each not in states.due for each in states.staying)
+        if fewer >= self.least:
+            command = "`megarl engines RUN_DIRECTORY"
+            remedy += f", and so does {command} {fewer}` followed by {command} {states.wanted}`"
+        text = f"has died {MOST_STARTS} times before it sampled, and does not restart; see its log"
+        return f"{engine_name(engine)} {text}. {remedy}."
 
     def _find_deaths(self) -> None:
         """Look at the processes that nothing has ended on purpose, without the lock: Ray may need a thread that waits for it."""
