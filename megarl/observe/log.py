@@ -114,9 +114,7 @@ class RunLog:
         if self._metrics.torn:
             self.notice(f"{self.run_dir.metrics} ended in an incomplete line after a crash. The line was dropped.")
         if discarded:
-            self.notice(
-                f"{discarded} later steps of an earlier session were moved to {self.run_dir.discarded_metrics}."
-            )
+            self.warn(f"{discarded} later steps of an earlier session were moved to {self.run_dir.discarded_metrics}.")
         if self._metrics.last_step is not None and self._metrics.last_step < first_step - 1:
             self.warn(
                 f"metrics.jsonl goes to step {self._metrics.last_step}, the checkpoint to step {first_step - 1}: the "

@@ -341,7 +341,7 @@ def test_notices_have_their_event(receiver: Receiver, tmp_path: Path) -> None:
         log.warn("careful")
     assert [(note["level"], note.get("event")) for note in notices(tmp_path)] == [
         ("notice", None),
-        ("notice", "death"),
+        ("warning", "death"),
         ("warning", "given_up"),
         ("warning", None),
         ("warning", None),
