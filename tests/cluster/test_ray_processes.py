@@ -47,6 +47,7 @@ def test_a_killed_process_is_named_with_its_last_words(
         watch.check()
     text = str(raised.value)
     assert "Ray's gcs_server on " in text and "killed by signal 9 (SIGKILL), as the kernel does" in text
+    assert "All processes of the run end with it" in text, "a restart of the run goes on"
     assert "last words of gcs_server" in text and f"(pid {two[1].process.pid})" in text
     assert "Ray's gcs_server on " in capfd.readouterr().err
     watch.close()

@@ -122,7 +122,7 @@ class RayProcessWatch:
         for each in self._processes:
             cause = each.end()
             if cause is not None:
-                return Failure.death(each.place, f"{cause}. The run cannot continue without it")
+                return Failure.death(each.place, f"{cause}. All processes of the run end with it")
         try:
             self._stopped.check()
         except ServiceDied as error:
