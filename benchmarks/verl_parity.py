@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.agents.custom.verl_loops import verl_settings
 from megarl.commands.convert_verl.command import convert
 from megarl.commands.convert_verl.fully_async import FULLY_ASYNC
 from megarl.commands.convert_verl.hydra.config_files import ConfigFile, read_config
@@ -38,6 +39,7 @@ from megarl.commands.convert_verl.table import RL, TRAINER
 from megarl.errors import InputError
 from megarl.preflight.load import load_recipe
 from megarl.recipe.load import OPEN, flat_settings, to_yaml
+from megarl.recipe.schema import Recipe
 
 _CONFIGS = {
     "verl.trainer.main_ppo": ("verl/trainer/config", "ppo_trainer"),
@@ -53,6 +55,7 @@ _CONFIGS = {
 }
 """Folder and name of an entry point's configuration."""
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_MULTI_TURN = f"{_R}.multi_turn."
 _DISTILLATION = "distillation.distillation_loss"
 _MISSING = "<missing>"
 _MODE = "trainer.v1.trainer_mode"
@@ -279,6 +282,11 @@ def differences(
         if key in _OF_THE_MACHINE and option not in script_options:
             continue
         values = [_value(recipe, name) for name in names]
+        if option.startswith(_MULTI_TURN) and recipe.get(
+            "agent.loop"
+        ):  # the loop reads verl's options, and counts turns itself
+            defaults = verl_settings(Recipe())["actor_rollout_ref"]["rollout"]["multi_turn"]
+            values = [recipe["agent.loop_arguments"].get(option, defaults.get(option.removeprefix(_MULTI_TURN)))]
         if any(_same(expected, value) for value in values):
             continue
         about = {match[1]: note for note in notes if (match := _SUBJECT.match(note))}

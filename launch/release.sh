@@ -58,6 +58,12 @@ if [ -n "$packages" ]; then
   "$fresh" -m pip install --quiet --no-deps --no-index "$wheel"
 else
   "$fresh" -m pip install --quiet "$wheel[cpu]"
+  builds=$("$fresh" -c "from megarl.platform.version_sets import cuda_builds; print(*cuda_builds())")
+  if [ -n "$builds" ]; then
+    echo "pip took CUDA builds of $builds, which a torch for CPUs cannot load: they are removed, as the README says"
+    # shellcheck disable=SC2086  # several names
+    "$fresh" -m pip uninstall --quiet -y $builds
+  fi
 fi
 mkdir "$work/user" && cd "$work/user"   # a user's folder, without a checkout
 "$work/venv/bin/megarl" --version > version.txt

@@ -20,7 +20,7 @@ from megarl.checkpoint.run_checkpoints import is_due
 from megarl.checkpoint.skipped_steps import Streak
 from megarl.cluster.failures import WorkerFailed
 from megarl.errors import ProcessFailure, SpoiledWeights, pluralize
-from megarl.observe.metrics import read_metrics
+from megarl.observe.metrics import STEP_SECONDS, read_metrics
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.source import Batch
 from megarl.step import training_step
@@ -78,6 +78,11 @@ def note_held_step(run: Run, step: int) -> None:
     if run.recipe.train.keep_workers:
         for group in filter(None, (run.actor, run.critic)):
             group.hold(step)
+
+
+def take_seconds(unlogged: Metrics | None) -> float:
+    """Take the seconds that an earlier process has spent on a step out of the metrics that it left of it; 0 if there are none."""
+    return 0.0 if unlogged is None else unlogged.pop(STEP_SECONDS, 0.0)
 
 
 def finish_step(run: Run, step: int) -> None:

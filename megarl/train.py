@@ -60,7 +60,7 @@ def train(recipe: Recipe) -> Path:
 def run_steps(run: Run, checkpoint: Path | None = None, journal: JournalEntry | None = None) -> None:
     """Run from the first step, or from the step after a checkpoint or the journal, to `train.steps`."""
     done, unlogged_metrics = recovery.resume(run, checkpoint, journal)
-    run.log.begin()
+    run.log.begin(earlier=recovery.take_seconds(unlogged_metrics))
     if unlogged_metrics is not None:  # the killed run had step `done`, but did not write its metrics
         run.log.add(unlogged_metrics)
         with_trainers(run, done, lambda: recovery.finish_step(run, done))

@@ -5,16 +5,28 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from megarl.cluster.failures import Failure, ProcessInfo, WorkerFailed
+from megarl.errors import NotHereError
 from megarl.observe.metrics import read_metrics
 from megarl.recipe.schema import Recipe
-from tests.support.journalled_run import PROMPTS, STEPS, Death, notices, numbers, recipe_of
-from tests.support.mortal_controller import Change, ahead, check_end, killed_after, make_mortal, session, weights
+from tests.support.journalled_run import PROMPTS, STEPS, Death, Killed, notices, numbers, recipe_of
+from tests.support.mortal_controller import (
+    Change,
+    ahead,
+    change_of,
+    check_end,
+    killed_after,
+    make_mortal,
+    session,
+    weights,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -165,3 +177,60 @@ def test_no_group_is_lost_or_doubled_while_requests_go_on(rule: str, tmp_path: P
     groups = [int(text.split()[1].split(".")[0]) for text in texts]
     assert sorted(groups) == sorted([*range(STEPS * PROMPTS)] * 2), groups
     assert [line["step"] for line in numbers(recipe)] == [0, *range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize(
+    ("journal", "every", "sign"),
+    [(True, 3, "its journal begins at .*step_000003"), (False, 2, "its last start saved every 2")],
+)
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(
+    journal: bool, every: int, sign: str, tmp_path: Path
+) -> None:
+    """As when their file system is not mounted: step 1 would replace the metrics, the journal and the samples."""
+
+    def change(recipe: Recipe) -> None:
+        recipe.train.journal, recipe.train.save_every = journal, every
+
+    recipe = recipe_of(tmp_path, change)
+    killed_after(recipe, 5)
+    lines = numbers(recipe)
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.raises(
+        NotHereError, match=f"(?s)train.resume = 'auto'.*no checkpoint in .* can be used.*{sign}.*mounted"
+    ):
+        session(recipe, Death())
+    assert numbers(recipe) == lines
+    (tmp_path / "elsewhere").rename(tmp_path / "run" / "checkpoints")
+    assert session(recipe, Death()) is not None
+
+
+def test_a_run_without_checkpoints_begins_again(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, change_of("train.journal", False))
+    killed_after(recipe, 2)
+    assert session(recipe, Death()) is not None
+
+
+def test_batches_of_a_lost_checkpoint_are_not_called_damaged(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, change_of("train.save_every", 2))
+    killed_after(recipe, 5)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000004")
+    assert session(recipe, Death()) is not None
+    (text,) = [text for text in notices(recipe) if text.startswith("the journal of step 5 is skipped")]
+    assert "the batch of step 3 is missing. A complete checkpoint" in text and "damaged: " not in text
+
+
+def test_a_step_whose_line_was_lost_keeps_its_seconds(tmp_path: Path) -> None:
+    """The controller dies between the state of the journal and the line in the metrics."""
+    recipe, points = recipe_of(tmp_path), list[str]()
+
+    def slow_step(place: str) -> None:
+        points.append(place)
+        if points.count("after update_actor") == 5 and place == "after update_actor":
+            time.sleep(0.5)
+        if points.count("after commit") == 4:  # of steps 1, 2, 4 and 5: step 3 has a checkpoint
+            raise Killed
+
+    assert session(recipe, cast(Any, slow_step)) is None
+    assert session(recipe, Death()) is not None
+    seconds = {line["step"]: line["timing_s/step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")}
+    assert 0.5 < seconds[5] < 5

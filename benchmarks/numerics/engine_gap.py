@@ -209,7 +209,9 @@ in bfloat16, as expected if rounding routes tokens to other experts; the routing
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--dtype", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32", "bfloat16"]
+    )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=[])
     parser.add_argument("--updates", type=int, default=3)
     arguments = parser.parse_args()

@@ -58,11 +58,12 @@ switch that is neither True nor False, and a reference `${...}` to other options
 **`???`** stands for a path or a number of devices that the script takes from its environment, and for data files in another format. All
 commands refuse the recipe until you set the key, in the file or as `model.path=...` after it.
 
-**Variables of the environment** count as unset, with a note. `$(command)` and tests of files are unknown: an error if the command depends on them.
+**Variables of the environment** count as unset, with a note, except those that sbatch sets from `#SBATCH` lines. `$(command)` and tests of files are unknown: an error if the command depends on them.
 Sourced files are not read. [The reference](from_verl_reference.md#forms-of-bash) lists all forms.
 
 **Configuration files.** A file of yours that `--config-name` names is read, with the files in its `defaults`; the command's options override it.
-It must be here: convert in the folder where the script runs. verl's own files (`ppo_megatron_trainer`, ...) are the tables below.
+It must be here: convert in the folder where the script runs. If the path does not exist, a file with the end of this path beside the script is
+read, with a note. verl's own files (`ppo_megatron_trainer`, ...) are the tables below.
 
 **Layout.** With Megatron the parallel sizes are verl's. A script with FSDP has none: choose `megatron.tensor_parallel` if it has no sequence
 parallelism either.
@@ -72,7 +73,8 @@ parallelism either.
 itself ([ascend.md](ascend.md)): a note lists the script's exports, and `cluster.environment.all` takes the ones to keep. Weights come from the
 Hugging Face folder, not from `dist_checkpointing_path`.
 
-**Modules.** main_ppo, main_ppo_sync, main_ppo_split, main_dapo, main_dynamo, main_entropy, fully_async_main, reward_queue.main, the main_ppo of
+**Modules.** main_ppo, main_ppo_sync, main_ppo_split, main_dapo, main_dynamo, main_entropy, main_rep_exp
+(without its bonus), spo_main_ppo (METHOD=GRPO), fully_async_main, reward_queue.main, the main_ppo of
 one_step_off_policy and of partial_rollout, grpo_main (async_flow), main_gkd, gvpo_main_ppo, main_sppo, fsdp_sft_trainer, sft_trainer and
 sft_trainer_ray. A run that only evaluates (`trainer.val_only`) becomes a recipe for `python -m megarl eval grpo.yaml`.
 
@@ -123,7 +125,7 @@ the conversation, masked; megarl's ends before it.
 
 `agent_loop_config_path` becomes `agent.loop`, and its classes [run unchanged](agent_loops.md#agent-loops-of-verl), with the options of
 `multi_turn` as `agent.loop_arguments`. A row without `agent_name` has the file's only loop; in verl it has `single_turn_agent`. Managers
-(`agent_loop_manager_class`), and tools of `tool_config_path` in such a loop, are errors.
+(`agent_loop_manager_class`) are errors.
 
 ## Metrics
 

@@ -191,7 +191,13 @@ class JournalSearch:
 
     def _damaged_batch(self, entry: JournalEntry) -> str | None:
         for step in entry.batches:
-            damage = find_damage(self.batches / checkpoint_name(step), checksums=self.checksums)
+            folder = self.batches / checkpoint_name(step)
+            if not folder.exists():
+                return (
+                    f"the batch of step {step} is missing. A complete checkpoint of this step or a later one deletes it: that "
+                    "checkpoint may be damaged or gone"
+                )
+            damage = find_damage(folder, checksums=self.checksums)
             if damage is not None:
                 return f"the batch of step {step} is damaged: {damage}"
         return None

@@ -18,6 +18,7 @@ from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.cluster.failures import ClusterError
 from megarl.cluster.outage_watch import ServiceOutage
 from megarl.observe.log import RunLog
+from megarl.observe.metrics import STEP_SECONDS
 from megarl.recipe.schema import TrainConfig
 from megarl.rollout.source import SampleSource
 from megarl.types import Metrics
@@ -281,7 +282,7 @@ class Checkpoints:
             "identity": self.identity,
             "provenance": self.log.provenance,
             # The step's line is not written yet, and a kill must not lose it.
-            "metrics": self.log.pending() if self.log.next_step == step else {},
+            "metrics": {**self.log.pending(), STEP_SECONDS: self.log.elapsed()} if self.log.next_step == step else {},
             "source": self.source.state(interrupted=interrupted),
             "kl_weight": self.kl_weight.value if adapted else None,
             "grad_norms": {role: norms.state() for role, norms in self.skipped.norms.items()},

@@ -6,14 +6,16 @@ import contextlib
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from megarl.cluster.process import die_with_parent
+from megarl.cluster.sigstop_watch import LOOK_SECONDS
 
 STOP_SECONDS = 60.0  # time limit for an interrupted child to stop
 STOPPED = (130, 143)  # exit statuses after SIGINT or SIGTERM
+SIGNALS = 3  # that the child receives: it saves a checkpoint, completes one that is being written, abandons it
 
 
 def run_child(
@@ -21,12 +23,14 @@ def run_child(
     environ: Mapping[str, str],
     folder: Path | None = None,
     stop_seconds: float | None = STOP_SECONDS,
+    is_lost: Callable[[int], bool] = lambda pid: False,
 ) -> int:
     """Run a command and return its exit status. `folder`: where it runs; None: here.
 
-    If this process is interrupted, the command receives the signal and gets `stop_seconds` to clean up (None: until a second signal). If it then reports that it
-    was stopped, this process exits with the same status and without another message. If this process is killed, the command
-    receives SIGTERM (on Linux).
+    If this process is interrupted, the command receives the signal and gets `stop_seconds` to clean up (None: any time). A second
+    and a third signal are passed on, too; one more kills it. If it then reports that it was stopped, this process exits with the same
+    status and without another message. If this process is killed, the command receives SIGTERM (on Linux). is_lost: looks at the
+    process, every `LOOK_SECONDS`, and returns whether it has to be killed.
     """
     # A new session, since Ctrl-C would otherwise reach both processes, and both would report it.
     stop = partial(die_with_parent, signal.SIGTERM)
@@ -35,20 +39,34 @@ def run_child(
         subprocess.Popen(command, env=environ, cwd=folder, start_new_session=True, preexec_fn=stop) as process,
     ):
         try:
-            return process.wait()
+            return _wait(process, is_lost)
         except BaseException as error:
-            by_hand = isinstance(error, KeyboardInterrupt)
-            process.send_signal(signal.SIGINT if by_hand else signal.SIGTERM)
-            try:
-                status = process.wait(stop_seconds)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:  # also after a second interrupt
-                if process.poll() is None:
-                    process.kill()  # leaving the `with` block waits for the process
+            status = _stop(process, error, stop_seconds)
             if status in STOPPED:
                 raise SystemExit(status) from None
             raise
+
+
+def _wait(process: subprocess.Popen[bytes], is_lost: Callable[[int], bool]) -> int:
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(LOOK_SECONDS)
+        if is_lost(process.pid):
+            process.kill()
+
+
+def _stop(process: subprocess.Popen[bytes], signalled: BaseException, seconds: float | None) -> int | None:
+    """Pass on the signal that has raised `signalled`, and the next ones. Returns the exit status; None if the process was killed."""
+    for _ in range(SIGNALS):
+        process.send_signal(signal.SIGINT if isinstance(signalled, KeyboardInterrupt) else signal.SIGTERM)
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            break
+        except BaseException as again:  # noqa: BLE001 -- SystemExit and KeyboardInterrupt are signals here; the caller raises the first
+            signalled = again
+    process.kill()  # leaving the caller's `with` block waits for the process
+    return None
 
 
 @contextlib.contextmanager

@@ -14,9 +14,10 @@ from pathlib import Path
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
 from megarl.checkpoint.journal import newest_step
 from megarl.cluster import under_torchrun
-from megarl.cluster.failures import exit_cause
+from megarl.cluster.failures import exit_cause, host_name
 from megarl.cluster.keeper import Keepers
 from megarl.cluster.orphan_reaper import marked, sweep
+from megarl.cluster.sigstop_watch import LOOK_SECONDS, LOOKS, stopped_pids
 from megarl.commands.child import STOPPED, run_child
 from megarl.observe.alerts import Alerts
 from megarl.observe.restarts import AFTER, REPORT, End, reporting_end, restarts_by_command
@@ -114,10 +115,30 @@ def _train_to_the_end(
 
 @dataclass(frozen=True)
 class Ended:
-    """A start that has ended: its exit status (negative: the number of a signal) and its report, if it wrote one."""
+    """A start that has ended: its exit status (negative: the number of a signal) and its report, if it wrote one. `stopped`: why it was
+    killed, "" if it was not."""
 
     status: int
     report: End | None
+    stopped: str = ""
+
+
+class StopWatch:
+    """Notices a process of this machine that stays stopped (SIGSTOP, Ctrl-Z). Looks are counted, so that a pause of the whole job does
+    not count. `cause`: why it is lost."""
+
+    def __init__(self) -> None:
+        self.cause, self._looks = "", 0
+
+    def __call__(self, pid: int) -> bool:
+        """Look at the process. Returns whether it has been stopped at `LOOKS` looks in a row."""
+        self._looks = self._looks + 1 if stopped_pids([pid]) else 0
+        if self._looks >= LOOKS:
+            self.cause = (
+                f"its process (pid {pid}) was stopped for {LOOKS * LOOK_SECONDS:.0f} s, as by SIGSTOP or Ctrl-Z, and was killed. "
+                f"Check what stops processes on {host_name()}."
+            )
+        return bool(self.cause)
 
 
 def cause_of_restart(end: Ended, *, restarted: bool) -> str | None:
@@ -129,7 +150,7 @@ def cause_of_restart(end: Ended, *, restarted: bool) -> str | None:
     if end.status == 0 or end.status in STOPPED:
         return None
     if end.report is None:
-        return f"the controller: {exit_cause(end.status)}"
+        return f"the controller: {end.stopped or exit_cause(end.status)}"
     is_late = end.status == 2 and restarted
     return end.report.cause if end.report.process_failed or is_late else None
 
@@ -161,10 +182,13 @@ def _run(command: Sequence[str], after: str, environment: Mapping[str, str]) -> 
     with tempfile.TemporaryDirectory(prefix="megarl-restarts-") as folder:
         report = Path(folder) / "end.json"
         environ = {**environment, REPORT: str(report), AFTER: after, _MARK: mark}
-        status = run_child(command, environ, stop_seconds=None)  # the child may save a checkpoint first
+        watch = StopWatch()
+        status = run_child(
+            command, environ, stop_seconds=None, is_lost=watch
+        )  # the child may save a checkpoint before its end
         _wait_for_processes(lambda: marked(mark, _MARK))
         sweep(mark, variable=_MARK)
-        return Ended(status, End.read(report))
+        return Ended(status, End.read(report), watch.cause)
 
 
 def _wait_for_processes(alive: Callable[[], Sequence[int]]) -> None:

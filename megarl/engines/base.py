@@ -71,6 +71,9 @@ class EngineSpec:
     top_p: float = 1.0
     top_k: int = -1
     return_routed_experts: bool = False  # fill Completion.routed_experts, or refuse to start
+    quantization: str | None = (
+        None  # "fp8": hold matrices in FP8, quantized at each load and update (rollout.quantization)
+    )
     fp32_head: bool = False  # compute logits in float32 (megatron.fp32_head), or refuse to start
     prompt_top_k: int | None = None  # largest GenerationRequest.prompt_top_k; None: no request sets it
     adapters: AdapterSpec | None = None  # None: updates bring full weights

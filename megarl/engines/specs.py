@@ -38,6 +38,7 @@ def policy_spec(recipe: Recipe, name: str, *, updated: bool) -> EngineSpec:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        quantization=rollout.quantization,
         fp32_head=recipe.megatron.fp32_head,
         return_routed_experts=updated and recipe.megatron.routing_replay == "rollout",
         adapters=adapters,

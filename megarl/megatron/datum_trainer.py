@@ -53,7 +53,9 @@ class DatumTrainer(PolicyTrainer):
             group.update(betas=(params.beta1, params.beta2), eps=params.eps, weight_decay=decay)
         self.step += 1
         self.passes = 0
-        return guarded_step(self.optimizer, lr=params.learning_rate, clip_grad=params.grad_clip_norm)
+        device = self.platform.device()
+        done = guarded_step(self.optimizer, lr=params.learning_rate, clip_grad=params.grad_clip_norm, device=device)
+        return done.norm, done.updated
 
     def forget_gradients(self) -> None:
         """Forget the gradients since the last update."""

@@ -210,6 +210,7 @@ def adaptor_settings(recipe: Recipe, hf_config: dict[str, Any]) -> dict[str, Any
         "expert_tensor_parallel_size": megatron.expert_tensor_parallel or 1,
         "use_distributed_optimizer": megatron.distributed_optimizer,
         "bf16": recipe.model.dtype == "bfloat16",
+        "fp16": recipe.model.dtype == "float16",
         "num_attention_heads": text["num_attention_heads"],
         "multi_latent_attention": bool(text.get("kv_lora_rank")),
         "position_embedding_type": "mrope" if has_tower(hf_config) else "rope",

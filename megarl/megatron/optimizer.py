@@ -1,15 +1,108 @@
-"""Megatron's optimizer: learning-rate schedule, construction, and a step that skips gradients with a non-finite norm and spikes."""
+"""Megatron's optimizer: learning-rate schedule, construction, loss scale, and a step that skips gradients with a non-finite norm and
+spikes."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from megarl.algorithms.spikes import GradNorms
 from megarl.recipe.derived.optimizer_extra import optimizer_settings
 from megarl.recipe.trainers import OptimizerConfig
+
+_FIRST_SCALE = 2.0**15  # Megatron's default, 2**32, would overflow in each of a run's first 17 updates or more
+
+
+class StepOutcome(NamedTuple):
+    """The result of `guarded_step`: the gradient norm before clipping, and whether the weights were updated.
+
+    overflowed: the update was skipped because of the loss scale, which can still fall. loss_scale: of this update; None without
+    float16.
+    """
+
+    norm: float
+    updated: bool
+    overflowed: bool = False
+    loss_scale: float | None = None
+
+    @property
+    def obstacle(self) -> str:
+        """Why the weights were not updated."""
+        return f"overflow at loss scale {self.loss_scale:g}" if self.overflowed else f"the gradient norm is {self.norm}"
+
+    def metrics(self, role: str) -> dict[str, float]:
+        """Return the metrics of the update, of `role`."""
+        skipped = float(not self.updated and not self.overflowed)
+        metrics = {f"{role}/grad_norm": self.norm, f"{role}/skipped_updates": skipped}
+        if self.loss_scale is not None:
+            metrics |= {f"{role}/loss_scale": self.loss_scale, f"{role}/overflows": float(self.overflowed)}
+        return metrics
+
+
+class LossScale:
+    """Megatron's dynamic loss scale of float16 (DynamicGradScaler), shared by the optimizers of dense weights and experts.
+
+    Megatron gives each optimizer a scale, which changes with its own gradients, and scales the loss by the first one.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The factor of the loss: float32 [1]."""
+        scale: torch.Tensor = self._scaler.scale
+        return scale
+
+    @property
+    def inv_scale(self) -> torch.Tensor:
+        """The factor of Megatron's optimizers for their gradients: float32 [1]."""
+        inverse: torch.Tensor = self._scaler.inv_scale
+        return inverse
+
+    @property
+    def can_fall(self) -> bool:
+        """True above the smallest scale."""
+        return bool(self._scaler.scale > self._scaler.min_scale)
+
+    def update(self, found_inf: bool) -> None:
+        """Do nothing: each of Megatron's optimizers calls this for its own gradients, and `advance` counts an update once."""
+
+    def advance(self, overflowed: bool) -> None:
+        """Count an update. From the second overflow on each one halves the scale; 1000 updates without one double it."""
+        self._scaler.update(overflowed)
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss, a scalar, times the scale."""
+        return loss * self.scale.view(())
+
+    def state(self) -> dict[str, float]:
+        """Return the state as plain values, for `restore`."""
+        return {name: float(value) for name, value in self._scaler.state_dict().items()}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Continue from `state`."""
+        counts = {name: int(state[name]) for name in ("growth_tracker", "hysteresis_tracker")}
+        scale = torch.tensor([state["scale"]], dtype=torch.float32, device=self.scale.device)
+        self._scaler.load_state_dict({"scale": scale, **counts})
+
+
+def _share_loss_scale(optimizer: Any) -> None:
+    """Replace the scales of all members by one."""
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])  # with stubs: all ranks of a model count together
+    shared = LossScale(chain[0].grad_scaler)
+    for member in chain:
+        member.grad_scaler = shared
+
+
+def loss_scale_of(optimizer: Any) -> LossScale | None:
+    """Return the loss scale of an optimizer from `build_optimizer`; None without float16."""
+    first = next(iter(getattr(optimizer, "chained_optimizers", [optimizer])), None)
+    scale = getattr(first, "grad_scaler", None)
+    return scale if isinstance(scale, LossScale) else None
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -32,7 +125,10 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
 
 
 def build_optimizer(config: OptimizerConfig, chunks: list[Any], *, dtype: torch.dtype, distributed: bool) -> Any:
-    """Build Megatron's AdamW over the DDP-wrapped `chunks`; float32 master weights if `dtype` is bfloat16."""
+    """Build Megatron's AdamW over the DDP-wrapped `chunks`; float32 master weights if `dtype` is bfloat16 or float16.
+
+    With float16 the members share a loss scale, see `loss_scale_of`.
+    """
     from megatron.core import parallel_state
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
@@ -46,6 +142,9 @@ def build_optimizer(config: OptimizerConfig, chunks: list[Any], *, dtype: torch.
         adam_eps=config.eps,
         clip_grad=config.clip_grad,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        initial_loss_scale=_FIRST_SCALE,
+        min_loss_scale=1.0,
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
         **optimizer_settings(config),
@@ -64,6 +163,8 @@ def build_optimizer(config: OptimizerConfig, chunks: list[Any], *, dtype: torch.
             # Expert-tensor parallel decides which ranks hold copies of an expert. Megatron uses the tensor-parallel
             # group, which excludes experts of all but its first rank from the gradient norm.
             member.tp_group = parallel_state.get_expert_tensor_parallel_group()
+    if dtype == torch.float16:
+        _share_loss_scale(optimizer)
     return optimizer
 
 
@@ -100,22 +201,27 @@ def inner_optimizers(member: Any) -> list[Any]:
 
 def guarded_step(
     optimizer: Any, *, lr: float, clip_grad: float, norms: GradNorms | None = None, device: torch.device | None = None
-) -> tuple[float, bool]:
+) -> StepOutcome:
     """Clip gradients and update the weights from the gradient buffers.
 
-    Returns the global gradient norm before clipping, and whether the weights were updated: a non-finite norm skips
-    the update, and so does a norm above the limit of `norms`. The norm of an update is added to `norms`. device: this rank's,
-    needed with `norms`.
+    A non-finite norm skips the update, and so does a norm above the limit of `norms`. The norm of an update is added to `norms`.
+    With float16 the loss scale advances. device: this rank's, needed with `norms` and with float16.
     """
 
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.prepare_grads()
+    overflowed = bool(optimizer.prepare_grads())
     norm = float(optimizer.get_grad_norm())
+    scale = loss_scale_of(optimizer)
+    scaled_by = None if scale is None else scale.scale.item()
+    if scale is not None and _overflows(scale, overflowed or not math.isfinite(norm), device):
+        could_fall = scale.can_fall
+        scale.advance(True)
+        return StepOutcome(norm, False, could_fall, scaled_by)
     if not math.isfinite(norm) or (norms is not None and _is_spike(norm, norms, device)):
-        return norm, False
+        return StepOutcome(norm, False, loss_scale=scaled_by)
     if clip_grad > 0:
         for member in members(optimizer):
             if parameters := member.get_parameters():
@@ -124,7 +230,18 @@ def guarded_step(
     optimizer.step_with_ready_grads()
     if norms is not None:
         norms.add(norm)
-    return norm, True
+    return StepOutcome(norm, True, loss_scale=scaled_by)
+
+
+def _overflows(scale: LossScale, here: bool, device: torch.device | None) -> bool:
+    """Return whether a gradient is not finite on any rank, and count an update without one. Collective."""
+    from megarl.megatron.ranks import max_over_ranks
+
+    assert device is not None
+    if max_over_ranks(float(here), device) > 0:
+        return True
+    scale.advance(False)
+    return False
 
 
 def _is_spike(norm: float, norms: GradNorms, device: torch.device | None) -> bool:

@@ -135,7 +135,7 @@ def _forward_step(
         attention_mask=None,
         packed_seq_params=stream_params(stream),
         # By default Megatron returns a float32 copy of the output.
-        **({"fp32_output": False} if config.bf16 else {}),
+        **({"fp32_output": False} if config.bf16 or config.fp16 else {}),
         **({"images": stream.images} if stream.images is not None else {}),
     )
 

@@ -29,7 +29,7 @@ from megarl.megatron.moe.recorded_routing import Routing
 from megarl.megatron.moe.router_losses import RouterLosses
 from megarl.megatron.native_layers.fused_kernels import description
 from megarl.megatron.offload import Offloader
-from megarl.megatron.optimizer import build_optimizer, guarded_step, learning_rate
+from megarl.megatron.optimizer import build_optimizer, guarded_step, learning_rate, loss_scale_of
 from megarl.megatron.pipeline import Objective, configure, finish_param_gather, run_pipeline
 from megarl.megatron.ranks import coordinates, gather, max_over_ranks, sum_metrics, sum_over_data_parallel
 from megarl.megatron.reference import ReferencePolicy
@@ -75,6 +75,8 @@ class Trainer:
             config = config if platform.holds_values else dataclasses.replace(config, extra={})
             distributed = recipe.megatron.distributed_optimizer
             self.optimizer = build_optimizer(config, self.model.chunks, dtype=self.model.dtype, distributed=distributed)
+            if (scale := loss_scale_of(self.optimizer)) is not None:
+                self.model.config.grad_scale_func = scale.scaled
         self.coordinates = coordinates()
         self.step = 0  # optimizer steps, skipped ones included
         self.norms: GradNorms | None = None  # with train.on_spike: skip or rollback; each update adds its norm
@@ -209,17 +211,17 @@ class Trainer:
         self.step += 1
         config, device = self.recipe.actor.optimizer, self.platform.device()
         lr = learning_rate(self.step, config, self.total_steps)
-        norm, updated = guarded_step(self.optimizer, lr=lr, clip_grad=config.clip_grad, norms=self.norms, device=device)
-        if not updated:
-            logger.warning("optimizer step %d skipped: the gradient norm is %s", self.step, norm)
+        done = guarded_step(self.optimizer, lr=lr, clip_grad=config.clip_grad, norms=self.norms, device=device)
+        if not done.updated:
+            level = logging.INFO if done.overflowed else logging.WARNING
+            logger.log(level, "optimizer step %d skipped: %s", self.step, done.obstacle)
         peak = max_over_ranks(self.platform.peak_memory(), device)
         routers = self._router_losses.metrics(self.role)
         if contributions is None:
             return None
         step_metrics = {
-            f"{self.role}/grad_norm": norm,
+            **done.metrics(self.role),
             f"{self.role}/lr": lr,
-            f"{self.role}/skipped_updates": float(not updated),
             **routers,
             "perf/max_memory_allocated_gb": peak,
         }
@@ -335,8 +337,8 @@ class PolicyTrainer(Trainer):
         `objective` receives the LossInputs of each micro batch; `MicroBatch.vectors` holds all its fields except
         log-probs and entropy. It returns a loss normalized over the whole mini batch, and metrics that are summed over it.
         `observe` receives the same inputs before. Returns these sums over micro batches and data-parallel ranks, with
-        actor/grad_norm (before clipping), actor/lr, actor/skipped_updates (1 if the gradient norm was not finite or above the
-        limit of `norms`: the weights are unchanged) and perf/max_memory_allocated_gb (`Platform.peak_memory`, maximum over
+        actor/lr, `StepOutcome.metrics` (skipped_updates is 1 if the gradient norm was not finite or above
+        the limit of `norms`: the weights are unchanged) and perf/max_memory_allocated_gb (`Platform.peak_memory`, maximum over
         ranks); None except on the last stage.
         """
 

@@ -167,13 +167,14 @@ class RunLog:
             since = sum(self._take_times().values()) - sum(v for k, v in earlier.items() if k.startswith("timing_s/"))
             self._pending = {**earlier, (key := f"timing_s/{phase}"): earlier.get(key, 0.0) + since}
 
-    def begin(self) -> None:
-        """Begin the first step. The times so far become the session's start in summary.json, not part of that step."""
+    def begin(self, earlier: float = 0.0) -> None:
+        """Begin the first step. The times so far become the session's start in summary.json, not part of that step. `earlier`: seconds
+        that another process has spent on the step."""
         with self._guard:
             times = self._take_times()
             now = time.perf_counter()
             self._sessions[-1]["start"] = {"seconds": now - self._clock, **times}
-            self._clock = now
+            self._clock = now - earlier
         self._begin_span()
         self._write_summary("running", None)
         self._alerts.send("start", f"the first step is {self.next_step} of {self._total_steps}", self.next_step)

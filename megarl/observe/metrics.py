@@ -16,6 +16,7 @@ from megarl.observe.json_lines import drop_torn_line, json_line
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sinks import Sink
 
+STEP_SECONDS = "timing_s/step"
 _NON_FINITE = {"NaN", "Infinity", "-Infinity"}
 _TIMES = (
     "timing_s/", "run/", "perf/throughput", "perf/tflops", "perf/max_memory", "perf/mfu", "checkpoint/", "rollout/judge_seconds",

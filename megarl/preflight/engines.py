@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl import engines
+from megarl.engines.vllm import quantization
 from megarl.errors import RecipeError
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.recipe.judge import JudgeConfig, TeacherConfig
@@ -40,6 +41,12 @@ def check_experts(rollout: RolloutConfig, config: dict[str, Any]) -> None:
             "change one of the two so that they divide",
             value=value,
         )
+
+
+def check_quantization(rollout: RolloutConfig, config: dict[str, Any]) -> None:
+    """Raise RecipeError if the model cannot be quantized as `rollout.quantization` says. `config`: config.json."""
+    if rollout.quantization is not None and rollout.engine == "vllm":
+        quantization.check_model(config, rollout.tensor_parallel, spread=rollout.spreads_experts)
 
 
 def check_heads(

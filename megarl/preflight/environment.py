@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.algorithms.catalogue import LOSSES
+from megarl.algorithms.correction import rejects
 from megarl.batching.limits import group_size_notice
 from megarl.cluster import trainer_notices
 from megarl.engines.specs import first_specs
@@ -27,15 +28,16 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
     `training`: false for `megarl eval`, which has no trainers. Raises RecipeError for a variable of `cluster.environment`
     that would break a process, and for packages that cannot be imported on a CPU.
     """
-    if platform.kind.name == "cpu" and (builds := cuda_builds()):
+    if not platform.kind.accelerator and (builds := cuda_builds()):
         problems, remedies = zip(*builds.values(), strict=True)
-        raise NotHereError("cluster.device", "; ".join(problems), "; ".join(remedies), value="cpu")
+        raise NotHereError("cluster.device", "; ".join(problems), "; ".join(remedies), value=platform.kind.name)
     notices = trainer_notices(recipe, platform) if training else []
     if training:
         notices += [
             notice
             for notice in (
                 loss_notice(recipe.algorithm),
+                quantization_notice(recipe),
                 group_size_notice(recipe),
                 warmup_notice(recipe),
                 checkpoints_notice(recipe.train),
@@ -88,3 +90,21 @@ def loss_notice(algorithm: AlgorithmConfig) -> str | None:
         value = getattr(algorithm, name)
         values.append(f"{name} {value}" if value == default else f"{name} {value} (default of this loss: {default})")
     return f"algorithm.loss={algorithm.loss} trains with {', '.join(values)}" if values else None
+
+
+def quantization_notice(recipe: Recipe) -> str | None:
+    """Return a notice of what corrects the loss for quantized engines (`rollout.quantization`); None without them."""
+    quantization, algorithm = recipe.rollout.quantization, recipe.algorithm
+    if quantization is None or recipe.train.source != "rollout":
+        return None
+    engines = f"rollout.quantization={quantization}: engines sample from rounded weights (metrics rollout/mismatch_*)"
+    correction = algorithm.correction
+    if correction.weights != "none":
+        by = f"algorithm.correction.weights={correction.weights}, truncated at {correction.truncate:g}"
+    elif rejects(correction):
+        by = "the limits of algorithm.correction.reject"
+    elif algorithm.old_log_probs == "rollout":
+        by = "its ratio to the engines' log-probs (algorithm.old_log_probs=rollout)"
+    else:
+        return f"{engines}, and nothing corrects the loss: set algorithm.correction.weights=token"
+    return f"{engines}; the loss is corrected by {by}"

@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 from megarl.algorithms.catalogue import LOSSES
+from megarl.algorithms.correction import corrects
 from megarl.algorithms.rejection import of_icepop
 from megarl.data.chat_template import read_template
 from megarl.errors import RecipeError, errors_of, raise_all
@@ -29,6 +30,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check: bool 
     names = list(name_errors(reading.recipe.algorithm))  # imports the user's modules
     apply_loss_defaults(reading.recipe.algorithm, reading.origins)
     apply_icepop(reading.recipe.algorithm.correction, reading.origins)
+    apply_quantization(reading.recipe, reading.origins)
     errors += errors_of(_read_chat_template, reading.recipe.data, reading.origins)
     if check:
         for error in recipe_errors(reading.recipe, names):
@@ -73,3 +75,16 @@ def apply_icepop(correction: CorrectionConfig, keys: Container[str]) -> None:
         if f"algorithm.correction.{name}" not in keys:
             setattr(correction, name, values[name])
     correction.reject = {**values["reject"], **correction.reject}
+
+
+def apply_quantization(recipe: Recipe, keys: Container[str]) -> None:
+    """Set `algorithm.correction.weights: token` if engines are quantized (`rollout.quantization`), unless the recipe sets the
+    weights, by `keys`, or another correction.
+
+    With `algorithm.old_log_probs: rollout`, the loss's ratio already is p(trainer) / p(engine).
+    """
+    correction = recipe.algorithm.correction
+    is_set = "algorithm.correction.weights" in keys or corrects(correction)
+    samples = recipe.train.source == "rollout" and recipe.algorithm.old_log_probs != "rollout"
+    if recipe.rollout.quantization is not None and samples and not is_set:
+        correction.weights = "token"

@@ -19,7 +19,7 @@ from megarl.hf.families.check import check_model, check_sizes
 from megarl.megatron.extra_settings import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
-from megarl.preflight.engines import check_experts, check_heads
+from megarl.preflight.engines import check_experts, check_heads, check_quantization
 from megarl.recipe.data import DataConfig
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.critic_view import critic_view
@@ -180,6 +180,8 @@ def policy_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
     yield from errors_of(check_layout, config, recipe.megatron, recipe.cluster.trainers)
     yield from errors_of(check_lora, config, recipe.lora, recipe.megatron)
     yield from errors_of(check_extra, recipe, config, "megatron")
+    if recipe.model.dtype == "float16":
+        yield from _float16_errors(config, "model.dtype")
     if recipe.train.source == "rollout":
         yield from sampled_errors(recipe, config)
 
@@ -209,8 +211,19 @@ def sampled_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
             "set rollout.at_update=refresh, or drain",
             value="keep",
         )
+    if recipe.rollout.dtype == "float16":
+        yield from _float16_errors(config, "rollout.dtype")
     yield from errors_of(check_experts, recipe.rollout, config)
+    yield from errors_of(check_quantization, recipe.rollout, config)
     yield from errors_of(check_heads, "rollout", recipe.rollout, config, spread=recipe.rollout.spreads_experts)
+
+
+def _float16_errors(config: Config, key: str) -> Iterator[RecipeError]:
+    """Yield an error for a model with activations beyond float16's range. Source: _FLOAT16_NOT_SUPPORTED_MODELS of vllm/config/model.py."""
+    kind = str(config.get("model_type"))
+    if kind in ("gemma2", "gemma3", "gemma3_text", "glm4"):
+        problem = f"activations of {kind} leave float16's range, and vLLM refuses it"
+        yield RecipeError(key, problem, "set it to bfloat16 or float32", value="float16")
 
 
 def critic_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -81,7 +83,8 @@ def _make_weights_directory(recipe: Recipe) -> None:
 def find_place(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
     """Return the run's directory, checkpoint and first step, without creating anything.
 
-    Raises the errors of `run_directory_errors`, and ValueError for a checkpoint of another run or of other data.
+    Raises the errors of `run_directory_errors`, ValueError for a checkpoint of another run or of other data, and NotHereError if a
+    run with checkpoints would begin again because none of them can be found.
     """
     directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
     notices: list[str] = []
@@ -96,6 +99,12 @@ def find_place(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
     journal = _find_journal(recipe, directory, checkpoint, warnings)
     place = RunPlace(directory, checkpoint, 1, identity, notices, journal, warnings)
     if place.state is None:
+        if recipe.train.resume == "auto" and (reason := _sign_of_checkpoints(directory)):
+            problem = (
+                f"no checkpoint in {directory.checkpoints} can be used, and {directory.path} has had one: {reason}"
+            )
+            remedy = "restore it (is its file system mounted?), or name it in train.resume; to begin again, move the folder away or choose another name"
+            raise NotHereError("train.resume", "; ".join([problem, *warnings]), remedy, value="auto")
         return place
     if place.journal is not None:
         check_identity(place.journal.path, identity)
@@ -123,6 +132,20 @@ def _find_journal(
     checksums = train.verify_checkpoints == "checksums"
     search = JournalSearch(directory.journal, directory.batches, training_settings(recipe), checksums, warnings.append)
     return search.newest(checkpoint, by_this_run=by_this_run)
+
+
+def _sign_of_checkpoints(directory: RunDirectory) -> str:
+    """Return a sign that the run had a checkpoint: its journal begins at one, or twice `train.save_every` of its last start has passed
+    (a step may be logged while its checkpoint is still being written). "" if there is none."""
+    for path in list_checkpoints(directory.journal):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # damaged: the journal's search has reported it
+            if base := json.loads((path / "controller.json").read_text())["checkpoint"]:
+                return f"its journal begins at {base}"
+    steps = max((int(line["step"]) for line in read_metrics(directory.metrics)), default=0)
+    every = 0
+    with contextlib.suppress(OSError, yaml.YAMLError):  # without the settings of the last start there is no sign
+        every = flat_settings(directory.recipe.read_text()).get("train.save_every", 0)
+    return f"it has {steps} steps, and its last start saved every {every}" if 0 < 2 * every <= steps else ""
 
 
 def is_own_checkpoint(directory: RunDirectory, checkpoint: Path | None) -> bool:

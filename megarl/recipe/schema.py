@@ -7,6 +7,7 @@ A field is declared with ``key(default, doc)``: its first argument is the defaul
 other places:
 
 - `algorithm.loss` sets defaults of some keys of `algorithm` (`apply_loss_defaults` in megarl/preflight/load.py);
+- `rollout.quantization` sets the default of `algorithm.correction.weights` (`apply_quantization` there);
 - ``None`` and ``auto`` often stand for a value that other keys and the device determine (derived/);
 - a device sets defaults of `megatron.ddp` (`DeviceKind.ddp`);
 - the limits of `sandbox` come from `megarl.sandbox.base.Limits`.
@@ -118,6 +119,10 @@ class RolloutConfig:
     )
     dtype: Optional[Literal["float32", "bfloat16", "float16"]] = key(
         None, "The engine's data type. Unset: `model.dtype`."
+    )
+    quantization: Optional[Literal["fp8"]] = key(
+        None,
+        "fp8: engines hold the matrices of their layers in FP8 (E4M3, a scale for each block of 128 x 128), and quantize the trainers' weights anew at each update; trainers are unchanged. Routers, embeddings, the output layer and norms stay in `dtype`. Sets `algorithm.correction.weights: token`, unless the recipe sets it. vLLM on CUDA. Unset: no quantization.",
     )
     samples_per_prompt: int = key(8, "Samples per prompt (group size).", at_least=1)
     max_response_length: int = key(1024, "Maximum length of a response, in tokens.", at_least=1)

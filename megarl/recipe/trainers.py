@@ -17,9 +17,9 @@ class ModelConfig:
         "Hugging Face directory with config.json, safetensors and tokenizer, or a name on the hub with an optional branch, tag or commit: Qwen/Qwen3-1.7B, Qwen/Qwen3-1.7B@main. docs/hub.md describes names. Required.",
     )
     tokenizer: Optional[str] = key(None, "Tokenizer: a directory or a name on the hub. Unset: `model.path`.")
-    dtype: Literal["float32", "bfloat16"] = key(
+    dtype: Literal["float32", "bfloat16", "float16"] = key(
         "bfloat16",
-        "Data type of the trainer's weights and activations. With bfloat16 the optimizer keeps float32 master weights.",
+        "Data type of the trainer's weights and activations. With bfloat16 and float16 the optimizer keeps float32 master weights; with float16 the loss is scaled (docs/numerics.md).",
     )
 
 

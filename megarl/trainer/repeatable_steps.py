@@ -13,7 +13,7 @@ from megarl.recipe.schema import Recipe
 from megarl.types import Metrics
 
 GRAD_NORM = "actor/grad_norm"
-ROUNDING = {"float32": 1e-3, "bfloat16": 0.1}
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.025}
 """By `model.dtype`: largest difference of gradient norms, as a share of the norm, that counts as rounding. The first step in another
 layout differs by 5e-8 in float32 (tests/runs/test_elastic.py); later ones by more, since Adam magnifies the rounding of small gradients.
 In bfloat16 rounding also routes tokens to other experts."""

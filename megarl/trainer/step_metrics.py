@@ -36,7 +36,10 @@ def log_update(
         text = f"step {step}: {'; '.join(map(str, unusual[:_SHOWN]))}{more}. {skipped.repetition.advice(step)}"
         log.warn(text, "update")
     causes = [f"{role}/grad_norm was {update.excess}" for update in unusual if not update.applied]
-    skipped.note(role, step, " and ".join(dict.fromkeys(causes)) if len(causes) == len(updates) else None)
+    overflows = int(metrics.get(f"{role}/overflows", 0))
+    if overflows < len(updates):  # while the loss scale falls, nothing is learned and nothing is wrong
+        all_skipped = len(causes) == len(updates) - overflows
+        skipped.note(role, step, " and ".join(dict.fromkeys(causes)) if all_skipped else None)
     log.add({**metrics, MEMORY: max(metrics[MEMORY], log.pending().get(MEMORY, 0.0))})
     return metrics
 
@@ -63,10 +66,12 @@ class UnusualUpdate:
 def unusual_updates(updates: Sequence[Metrics], role: str, norms: GradNorms) -> list[UnusualUpdate]:
     """Return the unusual ones of a step's `updates`, and add the norms of all applied ones to `norms`.
 
-    Each update is compared with those before it. updates: the metrics of each.
+    Each update is compared with those before it. updates: the metrics of each. Overflows at a loss scale that can fall are usual.
     """
     unusual = []
     for number, update in enumerate(updates, start=1):
+        if update.get(f"{role}/overflows"):
+            continue
         norm, applied = update[f"{role}/grad_norm"], not update[f"{role}/skipped_updates"]
         if not applied or norm > norms.limit:
             excess, name = str(norm), f"update {number} of {len(updates)} of the {role}"
@@ -90,14 +95,22 @@ def log_speed(log: RunLog, name: str, phase: str, flops: float, devices: int, pe
 
 
 def combine_updates(per_rank: Sequence[list[Metrics] | None], role: str) -> Metrics:
-    """Combine the metrics of a step's mini batches: means, except the last learning rate and the sum of skipped updates.
+    """Combine the metrics of a step's mini batches: means, except the last learning rate and loss scale, and the sums of skipped
+    updates and overflows. The mean of the gradient norms leaves overflows out.
 
     per_rank: each rank's metrics per mini batch, None off the reporting ranks. role: "actor" or "critic".
     """
     steps = next(part for part in per_rank if part is not None)
     metrics = {name: float(np.mean([step[name] for step in steps if name in step])) for name in steps[-1]}
-    rate, skipped = f"{role}/lr", f"{role}/skipped_updates"
-    return {**metrics, rate: steps[-1][rate], skipped: sum(step[skipped] for step in steps)}
+    norm, overflows = f"{role}/grad_norm", f"{role}/overflows"
+    del metrics[norm]
+    if norms := [step[norm] for step in steps if not step.get(overflows)]:
+        metrics[norm] = float(np.mean(norms))
+    last = {name: steps[-1][name] for name in (f"{role}/lr", f"{role}/loss_scale") if name in steps[-1]}
+    sums = {
+        name: sum(step[name] for step in steps) for name in (f"{role}/skipped_updates", overflows) if name in metrics
+    }
+    return {**metrics, **last, **sums}
 
 
 def speed(name: str, flops_per_second: float, peak: float | None) -> Metrics:

@@ -15,10 +15,12 @@ from megarl.agents.custom.verl_loops import AGENT_NAME, verl_settings
 from megarl.agents.trajectory import Trajectory
 from megarl.recipe.schema import Recipe
 from tests.agents.test_agent_loops import ROW, InThisProcess, Policy, play
+from tests.agents.test_verl_tools import ENTRIES
 from tests.support.agent_tokenizers import qwen3
 
 OWN = "tests.support.verl_loops"
 TURNS = "actor_rollout_ref.rollout.multi_turn.max_assistant_turns"
+TOOLS = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 3}}\n</tool_call>'
 MESSAGES = ({"role": "user", "content": "How much?"},)
 
@@ -86,11 +88,43 @@ def test_a_row_chooses_a_loop_of_a_file(tmp_path: Path) -> None:
     assert done.outcome == 3.0  # the only one
 
 
+def test_a_turn_ends_at_a_stop_string(tmp_path: Path) -> None:
+    """Engines sample on, and what is behind the string is left out; the string may be in a later piece of a long turn."""
+    file = tmp_path / "tools.yaml"
+    file.write_text(yaml.safe_dump({"tools": [ENTRIES[0]]}))
+    arguments = {
+        TOOLS: str(file),
+        "sampling_params.stop": "</code>",
+        "sampling_params.include_stop_str_in_output": True,
+    }
+    policy = Policy(["Try <code>1 + 3</code> or not"])
+    done, _ = run("CodeLoop", policy, asked(), **arguments)
+    assert done.failure is None and done.extra_info["turn"].startswith("Try <code>1 + 3</code>"), done.failure
+    kept = len(done.tokens)
+    assert "or" not in done.extra_info["turn"] and 0 < kept < len(policy.answers[0].tokens)
+    assert done.tokens.tolist() == policy.answers[0].tokens[:kept].tolist()
+    assert done.log_probs.tolist() == policy.answers[0].log_probs[:kept].tolist()
+
+    long = Policy(["one two " * 300, "three</code> four"], cut=True)
+    done, _ = play(f"{OWN}:CodeLoop", long, prompt=asked(), room=600, arguments=arguments, verl=settings_of_verl())
+    assert [request.sampling.max_tokens for request in long.requests] == [256, 256]
+    assert len(done.tokens) > 256 and done.extra_info["turn"].endswith("three</code>")
+    assert done.log_probs[256:].tolist() == long.answers[1].log_probs[: len(done.tokens) - 256].tolist()
+
+
+def test_tools_of_a_file_reach_a_loop(tmp_path: Path) -> None:
+    """In the constructor's `tools`, and under the option that earlier classes read."""
+    file = tmp_path / "tools.yaml"
+    file.write_text(yaml.safe_dump({"tools": [ENTRIES[0]]}))
+    done, _ = run("CodeLoop", Policy(["It is 4"]), asked(), **{TOOLS: str(file)})
+    assert done.failure is None, done.failure
+    assert done.extra_info["answer"] == "hit" and done.extra_info["turn"].startswith("It is 4")
+
+
 @pytest.mark.parametrize(
     ("extra_info", "words"),
     [
         ({"params": {"temperature": 0.1}}, "sampled with temperature 0.1"),
-        ({"params": {"stop": ["\n"]}}, "stop=['\\n'], which megarl's engine is not asked for"),
         ({"params": {"repetition_penalty": 1.1}}, "repetition_penalty=1.1"),
         ({"request": {"image_data": [1]}}, "its request has image_data"),
         ({"images": True}, "multi_modal_data"),
@@ -123,9 +157,10 @@ SUMS = {"name": "sums", "_target_": f"{OWN}.SumLoop"}
         ([SUMS], {"max_user_turns": 2}, "'max_user_turns' is not an option of verl"),
         (
             [SUMS],
-            {"actor_rollout_ref.rollout.multi_turn.tool_config_path": "tools.yaml"},
-            "tools of verl's files are not passed to loops",
+            {"actor_rollout_ref.rollout.multi_turn.function_tool_path": "tools.py"},
+            "function tools are not passed to loops",
         ),
+        ([SUMS], {TOOLS: "no.yaml"}, "no.yaml cannot be read as YAML of verl's tools"),
         ([SUMS], {"actor_rollout_ref.rollout.agent.default_agent_loop": "other"}, "is 'other', and"),
     ],
 )

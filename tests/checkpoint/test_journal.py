@@ -14,7 +14,7 @@ from megarl.checkpoint import kept_batches
 from megarl.checkpoint.journal import Journal
 from megarl.checkpoint.next_commands import after_interruption
 from megarl.commands.train_with_restarts import resumable_step
-from megarl.errors import RecipeError
+from megarl.errors import NotHereError, RecipeError
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.recipe.train import journal_errors
 from megarl.recipe.schema import Recipe
@@ -72,7 +72,7 @@ def test_a_batch_before_a_whole_one_is_missed(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run" / "batches" / "step_000004")
     again = Death()
     assert session(recipe, again) is not None and again.points.count("after take") == 4
-    skipped = [text for text in notices(recipe) if "the batch of step 4 is damaged: manifest.json is missing" in text]
+    skipped = [text for text in notices(recipe) if "the batch of step 4 is missing. A complete checkpoint" in text]
     assert len(skipped) == 2, "of both states"
 
 
@@ -151,7 +151,7 @@ def test_a_named_checkpoint_of_the_run_leaves_the_journal_out(tmp_path: Path) ->
 
 
 def test_the_journal_after_a_checkpoint_of_another_run(tmp_path: Path) -> None:
-    """The same command goes on after the journal. `train.resume: auto` would start from the beginning: the notice says so."""
+    """The same command goes on after the journal. `train.resume: auto` would start from the beginning: it is refused."""
     other = recipe_of(tmp_path / "other")
     killed_after(other, 4)
     checkpoint = tmp_path / "other" / "run" / "checkpoints" / "step_000003"
@@ -167,8 +167,8 @@ def test_the_journal_after_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     batches_sampled = again.points.count("after take")
     assert batches_sampled < 4 and [line["step"] for line in numbers(recipe)] == [4, 5, 6, 7]
     recipe = recipe_of(tmp_path / "auto", change_of("train.save_every", 50))
-    assert session(recipe, Death()) is not None
-    assert any("not used, since it begins at" in text and str(checkpoint) in text for text in notices(recipe))
+    with pytest.raises(NotHereError, match=f"(?s)its journal begins at {checkpoint}.*or name it in train.resume"):
+        session(recipe, Death())
 
 
 def test_without_the_journal_its_files_are_deleted(tmp_path: Path) -> None:

@@ -55,6 +55,25 @@ def test_the_stop_is_reported_once(status: int, raised: type[BaseException], mon
     assert messages != [os.getpgid(0)], "Ctrl-C at a terminal would reach both"
 
 
+def test_a_second_signal_reaches_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child then ends its run in order; the fourth signal kills it."""
+    waiting, signals = subprocess.Popen.wait, []
+
+    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if len(signals) < 3:
+            assert process.stdout is not None
+            signals.append(process.stdout.readline())
+            raise SystemExit(143)
+        return waiting(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, stdout=subprocess.PIPE))
+    counts = "n=0; trap 'n=$((n+1)); echo $n; [ $n = 3 ] && exit 143' TERM; echo ready; while :; do sleep 0.05; done"
+    with pytest.raises(SystemExit, match="143"):
+        run_child(["sh", "-c", counts], os.environ, stop_seconds=None)
+    assert signals == [b"ready\n", b"1\n", b"2\n"]
+
+
 PARENT = """
 import os, signal, sys
 from megarl.commands.child import run_child

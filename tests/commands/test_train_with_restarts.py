@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -165,13 +166,24 @@ def test_a_child_that_is_told_to_stop_has_time_to_save(tmp_path: Path, monkeypat
     """A time limit could end the run while it writes a checkpoint."""
     limits = []
 
-    def run_child(*_: object, stop_seconds: float | None) -> int:
+    def run_child(*_: object, stop_seconds: float | None, **more: object) -> int:
         limits.append(stop_seconds)
         (tmp_path / "starts.jsonl").write_text("")
         return 143
 
     monkeypatch.setattr(module, "run_child", run_child)
     assert train(tmp_path)[0] == 143 and limits == [None]
+
+
+def test_a_stopped_controller_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megarl.commands.child.LOOK_SECONDS", 0.1)
+    status, _, causes = train(tmp_path, {"exit": -signal.SIGSTOP}, {"exit": 0})
+    assert status == 0 and re.search(
+        r"the controller: its process \(pid \d+\) was stopped for 20 s, as by SIGSTOP", causes[1]
+    )
+    assert "Check what stops processes" in capsys.readouterr().err
 
 
 def test_processes_of_an_ended_start_are_gone_before_the_next(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_base_weights_stay_on_the_host_if_only_adapters_are_updated(
     ("no_sharded", "quantization", "words"),
     [
         ("materialize_layer is missing", None, "layer is missing"),
-        (None, "fp8", "quantized as they are loaded"),
+        (None, "fp8", "its checkpoint is quantized"),
         (None, None, None),
     ],
 )

@@ -21,10 +21,6 @@ from megarl.preflight.load import load_recipe
             "weight_sync.route.*files contain whole tensors",
         ),
         (
-            {"weight_sync.route": "sharded", "rollout.engine_args.quantization": "fp8"},
-            "quantization=fp8: .* not copies",
-        ),
-        (
             {"weight_sync.route": "sharded", "rollout.engine_args.enable_eplb": "true"},
             "enable_eplb=True: experts that move",
         ),

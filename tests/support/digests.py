@@ -9,10 +9,11 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from megarl.engines.vllm.worker import WorkerExtension
-from tests.support import latent_attention
+from tests.support import fp8_kernels, latent_attention
 from tests.support.without_fingerprints import set_fingerprints
 
 latent_attention.install()
+fp8_kernels.install()
 
 
 class Extension(WorkerExtension):
@@ -33,6 +34,11 @@ class Extension(WorkerExtension):
             return original(layer, *args)
 
         method.process_weights_after_loading = process
+
+    def storages(self) -> dict[str, tuple[str, int]]:
+        """Return the data type and the address of each parameter."""
+        named = self.model_runner.model.named_parameters()
+        return {name: (str(parameter.dtype), parameter.data_ptr()) for name, parameter in named}
 
     def forget_names(self) -> None:
         """Forget the recorded names: other trainers may export in another order."""

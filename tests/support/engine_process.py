@@ -202,14 +202,15 @@ class EngineProcess:
         self.process.kill()
 
 
-def build_model(path, kind="qwen3_moe", layers=2, expert_width=32):
+def build_model(path, kind="qwen3_moe", layers=2, expert_width=32, width=64):
+    """Write a tiny model with random weights. `width`: of the hidden states; FP8 layers need a multiple of 128."""
     import transformers
 
     torch.manual_seed(0)
     common = dict(
         vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
+        hidden_size=width,
+        intermediate_size=96 if width == 64 else 2 * width,
         num_hidden_layers=layers,
         num_attention_heads=4,
         max_position_embeddings=512,
@@ -252,8 +253,10 @@ def build_model(path, kind="qwen3_moe", layers=2, expert_width=32):
         )
         transformers.Glm4MoeForCausalLM(config).save_pretrained(path)
         return str(path)
-    latent = dict(kv_lora_rank=512, q_lora_rank=64, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
-    experts = dict(moe_intermediate_size=64, n_routed_experts=4, n_group=1, topk_group=1, n_shared_experts=1)
+    latent = dict(kv_lora_rank=512, q_lora_rank=width, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
+    experts = dict(
+        moe_intermediate_size=max(64, expert_width), n_routed_experts=4, n_group=1, topk_group=1, n_shared_experts=1
+    )
     config = transformers.DeepseekV3Config(
         **common, **latent, **experts, num_key_value_heads=4, first_k_dense_replace=1, routed_scaling_factor=1.0
     )

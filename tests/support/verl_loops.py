@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from verl.experimental.agent_loop.agent_loop import (
@@ -13,6 +14,7 @@ from verl.experimental.agent_loop.agent_loop import (
     register,
 )
 from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.tools.utils.tool_registry import initialize_tools_from_config
 from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 
@@ -106,4 +108,39 @@ class AskAgainLoop(AgentLoopBase):
             multi_modal_data=images,
             num_turns=4,
             metrics={},
+        )
+
+
+@register("code")
+class CodeLoop(AgentLoopBase):
+    """Executes the policy's code with a tool of the run's file, in the form of verl until December 2025, as recipe/spo does."""
+
+    tools: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def init_class(cls, config: Any, tokenizer: Any, processor: Any = None, **kwargs: Any) -> None:
+        file = config.actor_rollout_ref.rollout.multi_turn.tool_config_path
+        cls.tools = {tool.name: tool for tool in initialize_tools_from_config(file)}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.given = kwargs["tools"].tools  # in 2026
+        super().__init__(*args, **kwargs)
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
+        turn = await self.server_manager.generate(
+            request_id="a", prompt_ids=prompt_ids, sampling_params=sampling_params
+        )
+        assert [tool.name for tool in self.given] == list(self.tools)
+        tool = self.tools["guess"]
+        instance, _ = await tool.create("an instance", create_kwargs={"degrees": 20})
+        answer, _, _ = await tool.execute(instance, {"degrees": 20}, agent_data=SimpleNamespace(extra_fields={}))
+        more = self.tokenizer.encode(answer.text)
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=[*turn.token_ids, *more],
+            response_mask=[1] * len(turn.token_ids) + [0] * len(more),
+            num_turns=2,
+            metrics={},
+            extra_fields={"answer": answer.text, "turn": self.tokenizer.decode(turn.token_ids)},
         )

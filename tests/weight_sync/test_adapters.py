@@ -39,6 +39,7 @@ def engine(directory: Path, config: dict[str, Any], **changes: Any) -> EngineSpe
         ({"num_experts": 8}, {}, "cuda", "vLLM uses other expert kernels"),
         ({"quantization_config": {}}, {}, "cuda", "quantized"),
         ({}, {"engine_args": {"quantization": "fp8"}}, "cuda", "quantized"),
+        ({}, {"quantization": "fp8"}, "cuda", "quantized"),
         ({}, {"engine_args": {"pipeline_parallel_size": 2}}, "cuda", "pipeline stages"),
         ({}, {"data_parallel": 2}, "cuda", "engines in a group"),
         ({}, {"adapters": AdapterSpec(rank=513, targets=("q_proj",))}, "cuda", "up to rank 512, and lora.rank is 513"),

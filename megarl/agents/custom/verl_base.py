@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, Field
 
 from megarl.agents.call_formats import calls_in
+from megarl.agents.verl_tools import initialize_tools_from_config
 
 C = TypeVar("C", bound=type)
 REGISTERED: dict[str, type] = {}
@@ -282,6 +283,8 @@ LOOP_MODULES: Mapping[str, Sequence[Any]] = {
     "verl.experimental.agent_loop.agent_loop": _LOOP,
     "verl.experimental.agent_loop.tool_parser": (FunctionCall, ToolParser),
     "verl.experimental.agent_loop.utils": (add_generation_prompt_for_gpt_oss, format_gpt_oss_tool_response_manually),
+    "verl.tools.utils": (),
+    "verl.tools.utils.tool_registry": (initialize_tools_from_config,),
     "verl.utils.profiler": (simple_timer,),
     "verl.utils.ray_utils": (get_event_loop,),
     "verl.workers": (),

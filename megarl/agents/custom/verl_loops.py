@@ -19,7 +19,7 @@ from typing import Any
 from megarl.agents.custom.interface import AgentLoopClass, LoopSample, Response
 from megarl.agents.tool import ToolFault
 from megarl.agents.tool_responses import AnswerTokens, ReplyTokens
-from megarl.agents.verl_tools import class_of
+from megarl.agents.verl_tools import class_of, objects_of_file
 from megarl.data.prompts import AGENT_NAME
 from megarl.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megarl.recipe.schema import Recipe
@@ -28,10 +28,12 @@ _LOOP = "verl.experimental.agent_loop.agent_loop"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _DEFAULT = f"{_ROLLOUT}.agent.default_agent_loop"
 _BUILT_IN = ("single_turn_agent", "tool_agent")
+_TOOLS = f"{_ROLLOUT}.multi_turn.tool_config_path"
 _REFUSED = {
-    f"{_ROLLOUT}.multi_turn.tool_config_path": "tools of verl's files are not passed to loops: the loop imports its tools",
-    f"{_ROLLOUT}.multi_turn.function_tool_path": "tools of verl's files are not passed to loops: the loop imports its tools",
+    f"{_ROLLOUT}.multi_turn.function_tool_path": "verl's function tools are not passed to loops: the loop imports its tools"
 }
+_SAMPLING = "sampling_params."
+_PIECE = 256  # tokens of a request with stop strings: later ones are searched for the string, and left out behind it
 _NO_LIMIT = 1 << 20  # tokens of a message that the loop appends
 
 
@@ -75,7 +77,7 @@ def loop_of_verl(
 
     Raises ValueError if an option, the tokenizer or the class cannot be used.
     """
-    maker = _Maker(class_, {}, _config(arguments, verl), tokenizer)
+    maker = _Maker(class_, {}, _config(arguments, verl), _sampling(arguments), tokenizer)
     return AgentLoopClass(class_.__name__, lambda sample: _VerlLoop(maker))
 
 
@@ -94,7 +96,7 @@ def loops_of_file(
         if not is_verls(class_):
             raise ValueError(f"{place}: {target} is not derived from verl's AgentLoopBase")
         keywords = {key: value for key, value in entry.items() if key != "_target_"}
-        makers[name] = _Maker(class_, keywords, config, tokenizer)
+        makers[name] = _Maker(class_, keywords, config, _sampling(arguments), tokenizer)
     default = arguments.get(_DEFAULT) or (next(iter(makers)) if len(makers) == 1 else None)
     if default is not None and default not in makers:
         raise ValueError(f"{_DEFAULT} is {default!r}, and {file} has {', '.join(makers)}")
@@ -128,6 +130,8 @@ def _config(arguments: Mapping[str, Any], verl: Mapping[str, Any]) -> Any:
 
     config = OmegaConf.create(dict(verl))
     for name, value in arguments.items():
+        if name.startswith(_SAMPLING):
+            continue  # for `run`, see `_sampling`
         if "." not in name:
             raise ValueError(
                 f"agent.loop_arguments: {name!r} is not an option of verl: give its whole name, as {_DEFAULT}"
@@ -139,16 +143,28 @@ def _config(arguments: Mapping[str, Any], verl: Mapping[str, Any]) -> Any:
     return config
 
 
-class _Maker:
-    """Creates the objects of a class. `keywords`: of its entry in the file."""
+def _sampling(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that `run` receives in its sampling_params, as a manager of the user's would add them."""
+    return {name.removeprefix(_SAMPLING): value for name, value in arguments.items() if name.startswith(_SAMPLING)}
 
-    def __init__(self, class_: Any, keywords: Mapping[str, Any], config: Any, tokenizer: Tokenizer) -> None:
+
+class _Maker:
+    """Creates the objects of a class. `keywords`: of its entry in the file. `sampling`: see `_sampling`."""
+
+    def __init__(
+        self, class_: Any, keywords: Mapping[str, Any], config: Any, sampling: Mapping[str, Any], tokenizer: Tokenizer
+    ) -> None:
+        from omegaconf import OmegaConf
+
+        self.sampling = sampling
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             raise ValueError(
                 f"agent loops of verl need a tokenizer of transformers, and {tokenizer.directory} has none"
             )
         self.class_, self.keywords, self.config, self.tokenizer = class_, keywords, config, tokenizer
         self.hf_tokenizer = _returning_lists(tokenizer.hugging_face)
+        file = OmegaConf.select(config, _TOOLS)
+        self.tools = objects_of_file(str(file)) if file else []
         self._prepared = False
 
     def create(self, sample: LoopSample) -> Any:
@@ -159,7 +175,7 @@ class _Maker:
         self._prepared = True
         settings = loop.DictConfigWrap(config=self.config.data)
         parameters = inspect.signature(loop.AgentLoopBase.__init__).parameters
-        tools = {"tools": loop.ToolListWrap([])} if hasattr(loop, "ToolListWrap") else {}
+        tools = {"tools": loop.ToolListWrap(self.tools)} if hasattr(loop, "ToolListWrap") else {}
         return self.class_(
             trainer_config=loop.DictConfigWrap(config=self.config),
             server_manager=server_of(sample, self.tokenizer, self.config),
@@ -186,7 +202,7 @@ class _VerlLoop:
         sampling = sample.sampling
         parameters = {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-            "repetition_penalty": 1.0, "logprobs": True,
+            "repetition_penalty": 1.0, "logprobs": True, **self._maker.sampling,
         }  # fmt: skip
         try:
             return response_of(await self._maker.create(sample).run(parameters, **_columns(sample)))
@@ -239,8 +255,9 @@ def server_of(sample: LoopSample, tokenizer: Tokenizer, config: Any) -> Any:
         if unsupported:
             raise ToolFault(f"its request has {', '.join(unsupported)}, and megarl's engine takes token ids only")
         output = importlib.import_module("verl.workers.rollout.replica").TokenOutput
-        done = await sample.generate(_ids(prompt_ids), **_settings(sampling_params, sample))
-        return output(token_ids=list(done.tokens), log_probs=list(done.log_probs), stop_reason="completed")
+        settings, stops = _settings(sampling_params, sample)
+        tokens, log_probs = await _sampled(sample, tokenizer, list(_ids(prompt_ids)), settings, stops)
+        return output(token_ids=tokens, log_probs=log_probs, stop_reason="completed")
 
     def between(self: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         roles = [message["role"] for message in messages]
@@ -264,9 +281,53 @@ def _ids(prompt_ids: Any) -> Any:
     )
 
 
-def _settings(params: Mapping[str, Any], sample: LoopSample) -> dict[str, Any]:
-    """Return the keywords of `LoopSample.generate`. Raises ToolFault for a parameter that the engine cannot follow."""
+async def _sampled(
+    sample: LoopSample, tokenizer: Tokenizer, tokens: list[int], settings: dict[str, Any], stops: Sequence[str]
+) -> tuple[list[int], list[float]]:
+    """Return the continuation of `tokens`, with log-probs, up to the token that completes one of `stops`.
+
+    Engines get token ids alone. So with stop strings the continuation comes in pieces, and tokens behind a stop string are left
+    out: the result has the distribution of an engine that stops there.
+    """
+    if not stops:
+        done = await sample.generate(tokens, **settings)
+        return list(done.tokens), list(done.log_probs)
+    made: list[int] = []
+    log_probs: list[float] = []
+    most = settings.pop("max_tokens", None)
+    while most is None or len(made) < most:
+        piece = _PIECE if most is None else min(_PIECE, most - len(made))
+        done = await sample.generate([*tokens, *made], max_tokens=piece, **settings)
+        made += done.tokens
+        log_probs += done.log_probs
+        end = _end_of(tokenizer, made, stops)
+        if end or done.finish_reason != "length" or not done.tokens:
+            return made[:end] if end else made, log_probs[:end] if end else log_probs
+    return made, log_probs
+
+
+def _end_of(tokenizer: Tokenizer, tokens: Sequence[int], stops: Sequence[str]) -> int:
+    """Return the number of tokens up to the first one that completes a stop string; 0 if there is none."""
+
+    def stopped(count: int) -> bool:
+        text = tokenizer.decode(list(tokens[:count]))
+        return any(stop in text for stop in stops)
+
+    if not stopped(len(tokens)):
+        return 0
+    low, high = 0, len(tokens)  # not stopped, stopped
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if stopped(middle) else (middle, high)
+    return high
+
+
+def _settings(params: Mapping[str, Any], sample: LoopSample) -> tuple[dict[str, Any], list[str]]:
+    """Return the keywords of `LoopSample.generate`, and the stop strings. Raises ToolFault for a parameter that the engine cannot follow."""
     left = {name: value for name, value in params.items() if value is not None and name != "logprobs"}
+    stops = left.pop("stop", [])
+    stops = [stops] if isinstance(stops, str) else list(stops)
+    left.pop("include_stop_str_in_output", None)  # it concerns the text, and loops get token ids
     keywords: dict[str, Any] = {}
     for name in ("max_tokens", "max_new_tokens"):
         if name in left:
@@ -274,11 +335,11 @@ def _settings(params: Mapping[str, Any], sample: LoopSample) -> dict[str, Any]:
     for name in ("temperature", "top_p", "top_k"):
         if (value := left.pop(name, None)) is not None and value != getattr(sample.sampling, name):
             keywords[name] = value
-    same = {"repetition_penalty": 1.0, "n": 1, "stop": [], "stop_token_ids": []}
+    same = {"repetition_penalty": 1.0, "n": 1, "stop_token_ids": []}
     different = [f"{name}={value!r}" for name, value in left.items() if name not in same or value != same[name]]
     if different:
         raise ToolFault(f"its sampling_params have {', '.join(different)}, which megarl's engine is not asked for")
-    return keywords
+    return keywords, stops
 
 
 def _returning_lists(tokenizer: Any) -> Any:

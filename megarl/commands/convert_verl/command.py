@@ -290,6 +290,8 @@ def _recipe(conversion: Conversion, source: str) -> str:
     loss = str(conversion.settings.get("algorithm.loss", "ppo_clip"))
     if loss in LOSSES:  # otherwise `_load` raises
         defaults |= {f"algorithm.{name}": value for name, value in LOSSES[loss].defaults.items()}
+    if conversion.settings.get("rollout.quantization") is not None:
+        defaults.pop("algorithm.correction.weights")  # quantized engines change it (`apply_quantization`)
     changed = {
         key: value for key, value in conversion.settings.items() if key not in defaults or value != defaults[key]
     }

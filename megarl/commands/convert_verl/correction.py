@@ -14,7 +14,8 @@ _OLDER = {"token": "token_ratio", "sequence": "sequence_ratio", "geometric": "me
 
 
 def translate_correction(conversion: Conversion) -> None:
-    """Set `algorithm.correction.reject` and `truncate`. Raises InputError for a criterion or limit that verl refuses."""
+    """Set `algorithm.correction`: `reject`, `truncate`, and `weights` for quantized engines. Raises InputError for a criterion or limit that
+    verl refuses."""
     settings, limits = conversion.settings, dict[str, Any]()
     _bypass(conversion)
     weights, threshold = settings.get("algorithm.correction.weights"), _get(conversion, "rollout_is_threshold")
@@ -36,6 +37,8 @@ def translate_correction(conversion: Conversion) -> None:
         _add(conversion, limits, "worst_ratio", [float(veto), None])
     if limits:
         settings["algorithm.correction.reject"] = limits
+    if "rollout.quantization" in settings:  # megarl's default would be a correction
+        settings.setdefault("algorithm.correction.weights", "none")
 
 
 def _bypass(conversion: Conversion) -> None:

@@ -52,6 +52,13 @@ ENTRY_POINTS = [
         "custom_reward_function.path": "pkg://recipe.entropy.reward_score",
         "custom_reward_function.name": "_default_compute_score",
     }),
+    EntryPoint("main_rep_exp", defaults={
+        f"{_R}.val_kwargs.temperature": 1.0, f"{_R}.val_kwargs.n": 128, f"{_R}.val_kwargs.do_sample": True,
+        "reward_model.elliptical.enable": True,
+    }),
+    EntryPoint("spo_main_ppo", defaults={
+        f"{_R}.agent.agent_loop_config_path": "recipe/spo/config/spo_agent.yaml", "sampling_params.stop": "</code>",
+    }, notes=("its loops sample until </code>, here in pieces of 256 tokens, of which those behind </code> are left out",)),
     EntryPoint("fully_async_main", "fully_async"),
     EntryPoint("reward_queue.main", "fully_async", {"data.train_batch_size": 0}),
     EntryPoint("main_gkd", "distillation"),

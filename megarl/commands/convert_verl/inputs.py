@@ -9,6 +9,7 @@ import yaml
 
 from megarl.commands.convert_verl.conversion import Conversion
 from megarl.errors import InputError
+from megarl.recipe.load import OPEN
 
 _R = "actor_rollout_ref.rollout"
 SGLANG = {
@@ -20,7 +21,7 @@ _INTERACTION = f"{_R}.multi_turn.interaction_config_path"
 _LOOPS, _DEFAULT_LOOP = f"{_R}.agent.agent_loop_config_path", f"{_R}.agent.default_agent_loop"
 _MANAGER, _BUILT_IN = f"{_R}.agent.agent_loop_manager_class", ("single_turn_agent", "tool_agent")
 _MULTI_TURN = f"{_R}.multi_turn."
-_TOOL_FILES = (f"{_MULTI_TURN}tool_config_path", f"{_MULTI_TURN}function_tool_path")
+_FUNCTION_TOOLS = f"{_MULTI_TURN}function_tool_path"
 _OF_BUILT_IN = (
     "enable", "max_assistant_turns", "max_parallel_calls", "format", "tool_config_path", "function_tool_path", "max_user_turns",
     "max_tool_response_length", "tool_response_truncate_side", "interaction_config_path",
@@ -76,17 +77,17 @@ def _translate_loop(conversion: Conversion) -> bool:
     if get(_MANAGER) and not named:
         conversion.leave_out(_LOOPS, "the manager's file", to="agent.loop", changes=True)
         return False
-    for option in _TOOL_FILES:
-        if get(option):
-            conversion.leave_out(
-                option, "tools of verl's files are not passed to agent loops", to="agent.loop", changes=True
-            )
+    if get(_FUNCTION_TOOLS):
+        reason = "verl's function tools are not passed to agent loops"
+        conversion.leave_out(_FUNCTION_TOOLS, reason, to="agent.loop", changes=True)
     conversion.drop("agent.max_calls_per_turn")
     if "agent.max_turns" not in chosen:
         conversion.settings["agent.max_turns"] = _MOST_REQUESTS
     if not named:
         read = {
-            name: get(name) for name in conversion.options if name.startswith(_MULTI_TURN) and name not in _TOOL_FILES
+            name: get(name)
+            for name in (*conversion.options, *conversion.defaults)
+            if name.startswith((_MULTI_TURN, "sampling_params.")) and name != _FUNCTION_TOOLS
         }
         if default not in (None, *_BUILT_IN):
             read[_DEFAULT_LOOP] = default
@@ -177,7 +178,8 @@ def translate_dataset_class(conversion: Conversion) -> None:
     for key, written in (("data.train_files", "train"), ("data.eval_files", "test")):
         if key in settings and key not in conversion.user_choices:
             out = f"data/{name}/{written}.parquet"
-            sources = [f"--source={file}" for file in settings[key]]
+            files = [OPEN] if settings[key] == OPEN else settings[key]
+            sources = [f"--source={file}" for file in files]
             arguments = [
                 f"--class={module}:{name}",
                 *sources,
@@ -234,8 +236,10 @@ def _list(value: Any) -> list[Any]:
 
 
 def translate_engine(conversion: Conversion) -> None:
-    """Rename engine arguments for SGLang, and leave out the ones that SGLang lacks."""
+    """Set the engine's data type if the trainers have another, rename engine arguments for SGLang, and leave out the ones that SGLang lacks."""
     settings, section = conversion.settings, "rollout.engine_args."
+    if settings.get("model.dtype", "bfloat16") != "bfloat16":
+        settings.setdefault("rollout.dtype", "bfloat16")  # verl's default; megarl's is model.dtype
     if settings.get("rollout.engine") != "sglang":
         return
     for name in [key.removeprefix(section) for key in settings if key.startswith(section)]:

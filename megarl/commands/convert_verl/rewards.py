@@ -41,10 +41,12 @@ OF_REWARD = [
         Option(f"{prefix}.{path}", "reward.remote.model", "if enable is True", derived=True),
         *no_counterpart(_SERVER, *(f"{prefix}.{name}" for name in _OF_SERVER)),
     )),
+    *no_counterpart("megarl has no bonus from the hidden states of a second model", "reward_model.elliptical.*"),
     *no_counterpart("reward.processes is per engine", "reward.num_workers"),
 ]  # fmt: skip
 """Options of rewards. A reward model's tensor-parallel size and lengths are in a note, in the command that serves it."""
 
+_ELLIPTICAL = "reward_model.elliptical"
 _TIME = {"reward.remote.timeout": 300.0, "reward.timeout": 1000.0}
 _TIME_OF_FUNCTION = 3600.0
 
@@ -80,6 +82,10 @@ def _reward_model(conversion: Conversion) -> None:
     option, path = f"{prefix}.enable", get(f"{prefix}.{_MODELS[prefix]}")
     if {option, "reward.function"} & {*conversion.user_choices}:
         conversion.note(option, "left out: reward.function is the reward")
+        return
+    if conversion.is_on(f"{_ELLIPTICAL}.enable"):
+        reason = "this model's hidden states give the exploration bonus of rep_exp, which megarl does not compute"
+        conversion.leave_out(option, reason, changes=True)
         return
     if not path:
         raise InputError(f"{conversion.where(option)}{option}=True needs {prefix}.{_MODELS[prefix]}")

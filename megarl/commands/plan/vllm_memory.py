@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from megarl.commands.plan.count.types import EngineRank
 from megarl.commands.plan.vllm_rank import RankModel
 from megarl.engines.base import EngineLimits, EngineSpec
+from megarl.engines.vllm.quantization import BLOCK
 from megarl.platform.adaptor import asleep
 
 # Copies of a sequence's logits: the model's output, then in float32 logits, log-probs, probabilities and random draws
@@ -25,18 +27,43 @@ def counted(built: RankModel, spec: EngineSpec, limits: EngineLimits) -> EngineR
     buffers = {buffer.untyped_storage()._cdata: buffer for buffer in built.model.buffers()}
     copies = sum(module.kv_b_proj.weight.nbytes for module in _attention(built) if hasattr(module, "kv_b_proj"))
     tables = _bytes({key: tensor for key, tensor in buffers.items() if key not in parameters}) + copies
+    quantized = _quantized(built)
+    saved = sum(parameters[key].untyped_storage().nbytes() - size for key, size in quantized.items())
     return EngineRank(
         parameters=sum(parameter.numel() for parameter in parameters.values()),
-        weights=_bytes(parameters) + tables,
+        weights=_bytes(parameters) - saved + tables,
         tables=tables,
         cache_per_token=_cache_per_token(built),
         working=_layers(built, limits) + _logits(built, spec, limits),
         largest=max(
-            sum(tensor.nbytes for tensor in module.parameters(recurse=False)) for module in built.model.modules()
+            sum(
+                tensor.nbytes + quantized.get(tensor.untyped_storage()._cdata, 0)
+                for tensor in module.parameters(recurse=False)
+            )
+            for module in built.model.modules()
         ),
         recomputed=copies,
-        asleep=asleep(tensor.untyped_storage().nbytes() for tensor in {**buffers, **parameters}.values()),
+        received=_bytes(parameters),
+        asleep=asleep(
+            quantized.get(key, tensor.untyped_storage().nbytes()) for key, tensor in {**buffers, **parameters}.items()
+        ),
     )
+
+
+def _quantized(built: RankModel) -> dict[int, int]:
+    """Return the bytes of quantized weights with their scales, by storage. The model has them as in the checkpoint."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    sizes = {}
+    for module in built.model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and getattr(method, "weight_block_size", None) is not None:
+            for parameter in module.parameters(recurse=False):
+                if parameter.dim() > 1:  # a bias is not quantized
+                    *experts, rows, columns = parameter.shape
+                    blocks = math.prod(experts) * -(-rows // BLOCK) * -(-columns // BLOCK)
+                    sizes[parameter.untyped_storage()._cdata] = parameter.numel() + 4 * blocks
+    return sizes
 
 
 def _bytes(tensors: dict[int, Any]) -> int:

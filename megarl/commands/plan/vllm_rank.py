@@ -52,6 +52,7 @@ def prepare() -> None:
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.model_executor.models import registry
 
+    _without_fp8_kernels()
     # These query other ranks or another process.
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
     MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
@@ -59,6 +60,16 @@ def prepare() -> None:
     registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
         self.load_model_cls()
     )
+
+
+def _without_fp8_kernels() -> None:
+    """Let FP8 layers be built without a kernel: vLLM has none for most CPUs, and kernels do not change their weights."""
+    try:
+        from vllm.model_executor.layers.quantization.online import fp8
+    except ImportError:  # an older vLLM, which cannot quantize at all (megarl/engines/vllm/quantization.py)
+        return
+    fp8.init_fp8_linear_kernel = lambda *_, **__: None
+    fp8.select_fp8_moe_backend = lambda *_, **__: (None, None)
 
 
 def build(spec: EngineSpec, rank: int) -> RankModel:

@@ -201,6 +201,9 @@ def _engines(small: Recipe, section: str, changes: Changes) -> None:
     if section == "rollout":
         changes.set(owner, f"{section}.data_parallel", group, _CORES)
         _routing_replay(small, changes)
+        if small.rollout.quantization is not None:
+            changes.left_out("rollout.quantization", small.rollout.quantization, "vLLM has its kernels for GPUs")
+            small.rollout.quantization = None
     for source, teacher in getattr(owner, "by_source", {}).items():
         changes.set(teacher, f"teacher.by_source.{source}.engines", 1, _CORES)
     changes.set(owner, f"{section}.tensor_parallel", 1, _CORES)

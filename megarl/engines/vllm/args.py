@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from megarl.engines import check_argument, package_folder
 from megarl.engines.base import EngineLimits, EngineSpec, EngineTraces
-from megarl.engines.vllm import ascend, fp32_head, lora
+from megarl.engines.vllm import ascend, fp32_head, lora, quantization
 from megarl.engines.vllm.ascend import task_queue as task_queue
 from megarl.engines.vllm.dispatch_buffers import DEFAULT_MB, dispatch_buffer
 from megarl.engines.vllm.images import image_args
@@ -60,6 +60,7 @@ _OWNED_IN: dict[str, dict[str, str | None]] = {
     "rollout": {
         "model": "model.path",
         "enable_expert_parallel": "rollout.expert_parallel",
+        **dict.fromkeys(("quantization", "quantization_config"), "rollout.quantization"),
         **dict.fromkeys(_DATA_PARALLEL, "rollout.data_parallel"),
     },
     "judge": {"max_model_len": "judge.max_prompt_length and judge.max_tokens", "max_logprobs": None},
@@ -134,6 +135,8 @@ def check_plan(spec: EngineSpec, device: str) -> None:
             "set megatron.routing_replay=old_log_probs, or none",
             value="rollout",
         )
+    if spec.quantization is not None:
+        quantization.check(device)
     if spec.fp32_head:
         fp32_head.check(spec.engine_args, device)
     if device == "npu" and spec.deterministic:
@@ -261,6 +264,8 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if spec.quantization is not None:
+        arguments.update(quantization.arguments())
     if spec.expert_parallel:
         arguments["enable_expert_parallel"] = True
     if spec.data_parallel > 1 and spec.tensor_parallel == 1:  # vLLM would start a process for the only worker

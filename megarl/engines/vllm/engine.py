@@ -255,7 +255,8 @@ class _VllmBackend:
         if self._can.no_sharded is not None:
             return self._can.no_sharded
         reasons = {
-            "its weights are quantized as they are loaded": config.model_config.quantization is not None,
+            "its checkpoint is quantized": self._spec.quantization is None
+            and config.model_config.quantization is not None,
             "its experts move between devices (enable_eplb)": getattr(config.parallel_config, "enable_eplb", False),
         }
         return next((reason for reason, holds in reasons.items() if holds), None)

@@ -36,7 +36,7 @@ def merged_because(spec: EngineSpec, config: dict[str, Any], device: str) -> str
         "merged weights": number_of_experts(text_fields(config)) > 0,
         "vLLM drops adapters in the empty steps of engines in a group (rollout.data_parallel)": spec.data_parallel > 1,
         "its weights are quantized as they are loaded": bool(
-            args.get("quantization") or "quantization_config" in config
+            spec.quantization or args.get("quantization") or "quantization_config" in config
         ),
         "its layers are spread over pipeline stages": (args.get("pipeline_parallel_size") or 1) > 1,
     }

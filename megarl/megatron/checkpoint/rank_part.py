@@ -26,6 +26,7 @@ from megarl.checkpoint.manifest import FileSum, file_sum
 from megarl.megatron.checkpoint.shards import reference_to_load, set_updates, shards_to_load, shards_to_save, updates
 from megarl.megatron.checkpoint.tensor_files import TensorFiles, write
 from megarl.megatron.model.build import Model, seed_everything
+from megarl.megatron.optimizer import loss_scale_of
 from megarl.megatron.reference import ReferencePolicy
 
 _STATE_FILE = "trainer_state.json"
@@ -69,6 +70,8 @@ class Save:
             "layout": layout,
             "reference_step": refreshed.step if refreshed else 0,
         }
+        if (scale := loss_scale_of(optimizer)) is not None:
+            self._state["loss_scale"] = scale.state()
         shards = list(shards_to_save(model, optimizer, refreshed.tensors() if refreshed else {}))
         self._shards = shards
         if copy:
@@ -152,6 +155,10 @@ def load(directory: Path, model: Model, optimizer: Any, *, layout: dict[str, int
     """
     saved = _fill(directory, model, optimizer)
     set_updates(optimizer, saved["updates"])
+    if (
+        scale := loss_scale_of(optimizer)
+    ) is not None and "loss_scale" in saved:  # a checkpoint in another dtype has none
+        scale.restore(saved["loss_scale"])
     changed = {name: (saved["layout"].get(name), size) for name, size in layout.items()}
     changed = {name: sizes for name, sizes in changed.items() if sizes[0] != sizes[1]}
     if not set(changed) - {"distributed_optimizer"}:

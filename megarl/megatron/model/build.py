@@ -31,7 +31,7 @@ from megarl.recipe.trainers import MegatronConfig
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
@@ -72,7 +72,6 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
 
     from megarl.megatron.heads import value_head as critic
     from megarl.megatron.lora.attach import Lora
-    from megarl.megatron.lora.peft import load_adapter
     from megarl.megatron.model import upstream_fixes
 
     upstream_fixes.fix_megatron()
@@ -89,6 +88,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
         chunks = bridge.get_model(
             wrap_with_ddp=not weights_only,
             bf16=dtype == torch.bfloat16,
+            fp16=dtype == torch.float16,
             post_model_creation_callbacks=[
                 _mark_experts,
                 _mark_duplicates,
@@ -105,13 +105,36 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     _install_hooks(chunks, replays_routing=recipe.megatron.routing_replay != "none")
     if value_head:
         critic.name_head(bridge)
-    if platform.holds_values and value_head:
-        critic.load_weights(bridge, chunks, recipe.model.path, recipe.train.seed)
-    elif platform.holds_values:
-        bridge.load_weights(lora.base() if lora else chunks, recipe.model.path)
-        if lora and recipe.lora.path and not weights_only:
-            load_adapter(lora, Path(recipe.lora.path))
-    return Model(bridge, chunks, bridge.config, dtype, bridge.fields["vocab_size"], _image_layout(hf_config), lora)
+    model = Model(bridge, chunks, bridge.config, dtype, bridge.fields["vocab_size"], _image_layout(hf_config), lora)
+    if platform.holds_values:
+        _load_weights(model, recipe, value_head=value_head, with_adapter=not weights_only)
+    return model
+
+
+def _load_weights(model: Model, recipe: Recipe, *, value_head: bool, with_adapter: bool) -> None:
+    """Load the weights of `recipe.model.path`, and the adapter of `recipe.lora.path` into a model with adapters."""
+    from megarl.megatron.heads import value_head as critic
+    from megarl.megatron.lora.peft import load_adapter
+
+    if value_head:
+        critic.load_weights(model.bridge, model.chunks, recipe.model.path, recipe.train.seed)
+    else:
+        model.bridge.load_weights(model.lora.base() if model.lora else model.chunks, recipe.model.path)
+        if model.lora and recipe.lora.path and with_adapter:
+            load_adapter(model.lora, Path(recipe.lora.path))
+    if model.dtype == torch.float16:
+        _check_range(model.chunks, recipe.model.path)
+
+
+def _check_range(chunks: list[Any], path: str) -> None:
+    """Raise ValueError for a weight beyond float16's range, which loading has made infinite."""
+    for name, weight in (item for chunk in chunks for item in chunk.named_parameters()):
+        if not torch.isfinite(weight).all():
+            largest = torch.finfo(torch.float16).max
+            raise ValueError(
+                f"model.dtype=float16: {name} of {path} has values beyond {largest:g}, float16's largest, or values that are not "
+                "finite: set model.dtype=bfloat16"
+            )
 
 
 def _check_engine_attention(recipe: Recipe, hf_config: dict[str, Any]) -> None:
@@ -295,8 +318,9 @@ def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) ->
         # Megatron's fused activation is only faster if compiled, which it is not here.
         settings["bias_activation_fusion"] = False
     settings |= recompute_settings(megatron)
+    settings["fp16"] = recipe.model.dtype == "float16"  # mbridge sets bf16 from its dtype
     if number_of_experts(text_fields(hf_config.to_dict())):
-        if recipe.model.dtype == "bfloat16":
+        if recipe.model.dtype != "float32":
             settings["moe_router_dtype"] = "fp32"
         if megatron.tensor_parallel > 1 and not platform.overlaps_shared_experts:
             settings["moe_shared_expert_overlap"] = False  # mbridge turns it on; the sequence would be gathered twice

@@ -93,15 +93,20 @@ class RouterLosses:
         if self.z:
             squares = logits.flatten(0, -2).float().logsumexp(-1).square()
             z = squares.where(real, squares.new_zeros(())).sum() / self._tokens
-            logits = _Attach.apply(logits, self.z * z)
+            logits = _Attach.apply(logits, self._scaled(self.z * z))
             statistics[_Z] += z.detach()
         probs, chosen = routing(logits, **kwargs)
         if self.balance:
             balance = self._balance(router, logits, sequences, stream.lengths)
-            probs = _Attach.apply(probs, self.balance * balance)
+            probs = _Attach.apply(probs, self._scaled(self.balance * balance))
             statistics[_BALANCE] += balance.detach()
         statistics[_LOAD] += real.float() @ chosen.float()
         return probs, chosen
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a loss times the loss scale of float16, by which the optimizer divides all gradients."""
+        scaled: torch.Tensor = self.config.grad_scale_func(loss) if self.config.grad_scale_func else loss
+        return scaled
 
     def _balance(
         self, router: TopKRouter, logits: torch.Tensor, sequences: torch.Tensor, lengths: torch.Tensor

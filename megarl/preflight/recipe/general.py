@@ -28,7 +28,7 @@ from megarl.preflight.recipe.megatron_extra import extra_errors
 from megarl.preflight.recipe.observe import observe_errors
 from megarl.preflight.recipe.optimizer_extra import optimizer_extra_errors
 from megarl.preflight.recipe.reward import reward_errors
-from megarl.preflight.recipe.rollout import engine_group_errors, sampling_errors
+from megarl.preflight.recipe.rollout import engine_group_errors, quantization_errors, sampling_errors
 from megarl.preflight.recipe.shared import mini_batch_errors, optimizer_errors, parallel_size_errors
 from megarl.preflight.recipe.teacher import teacher_errors
 from megarl.preflight.recipe.train import (
@@ -104,6 +104,7 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from fleet_errors(recipe)
     yield from elastic_errors(recipe.cluster)
     yield from engine_group_errors(recipe.rollout)
+    yield from quantization_errors(recipe)
     yield from offload_errors(recipe)
     yield from extra_errors(recipe)
     yield from optimizer_extra_errors(recipe, "actor.optimizer")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.errors import RecipeError
-from megarl.recipe.schema import RolloutConfig
+from megarl.recipe.schema import Recipe, RolloutConfig
 
 Errors = Iterator[RecipeError]
 
@@ -38,3 +38,15 @@ def engine_group_errors(rollout: RolloutConfig) -> Errors:
             "leave it out, or set rollout.data_parallel=1",
             value=False,
         )
+
+
+def quantization_errors(recipe: Recipe) -> Errors:
+    rollout, key = recipe.rollout, "rollout.quantization"
+    if rollout.quantization is None:
+        return
+    if rollout.engine != "vllm":
+        problem = f"megarl quantizes the weights of vLLM alone, and rollout.engine is {rollout.engine}"
+        yield RecipeError(key, problem, "set rollout.engine=vllm, or leave it out", value=rollout.quantization)
+    if (rollout.dtype or recipe.model.dtype) == "float32":
+        problem = "vLLM's FP8 layers compute in bfloat16 or float16, and the engines' data type is float32"
+        yield RecipeError(key, problem, "set rollout.dtype=bfloat16, or leave it out", value=rollout.quantization)

@@ -7,7 +7,6 @@ from pathlib import Path
 from megarl.recipe.schema import Recipe
 
 _ARGUMENTS = {  # vLLM arguments that exclude sharded sync, with the reason
-    "quantization": "weights that are quantized on load are not copies of the trainers'",
     "enable_eplb": "experts that move between devices do not stay where the plan expects them",
 }
 

@@ -95,7 +95,7 @@ def test_verls_agent_loops_are_carried_over() -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "not passed to agent loops"),
+        ("actor_rollout_ref.rollout.multi_turn.function_tool_path=tools.py", "not passed to agent loops"),
         ("actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager", "no manager of your own"),
         (
             "actor_rollout_ref.actor.megatron.router_replay.mode=R3",

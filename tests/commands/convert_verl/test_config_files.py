@@ -142,3 +142,29 @@ def test_references_to_options_are_their_values(tmp_path: Path) -> None:
     )
     assert recipe["algorithm"]["dynamic_sampling"]["max_attempts"] == 4  # batches of 64
     assert recipe["data"]["max_prompt_length"] == 512  # verl's default of max_response_length
+
+
+def test_a_file_beside_the_script_counts_if_the_path_does_not_exist(tmp_path: Path) -> None:
+    """As of verl-recipe's deepeyes: BASEDIR=base_dir, which each user replaces. The longest common end counts."""
+    write(tmp_path / "scripts" / "configs", "mine.yaml", MULTI_TURN)
+    flags = "--config-path=base_dir/recipe/scripts/configs --config-name=mine"
+    result = converted(tmp_path, flags)
+    assert yaml.safe_load(result.text)["agent"]["max_turns"] == 5
+    file = tmp_path / "scripts" / "configs" / "mine.yaml"
+    note = f"line 1: --config-name=mine: the options of {file}, because base_dir/recipe/scripts/configs does not exist here: "
+    assert f"{note}check that it is the same file" in result.notes
+    write(
+        tmp_path / "recipe" / "scripts" / "configs",
+        "mine.yaml",
+        MULTI_TURN.replace("assistant_turns: 5", "assistant_turns: 6"),
+    )
+    assert yaml.safe_load(converted(tmp_path, flags).text)["agent"]["max_turns"] == 6
+    write(
+        tmp_path / "base_dir" / "recipe" / "scripts" / "configs",
+        "mine.yaml",
+        MULTI_TURN.replace("turns: 5", "turns: 7"),
+    )
+    exact = converted(tmp_path, flags)
+    assert yaml.safe_load(exact.text)["agent"]["max_turns"] == 7 and not any(
+        "does not exist" in note for note in exact.notes
+    )

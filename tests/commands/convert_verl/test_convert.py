@@ -182,6 +182,18 @@ def test_sglang_has_arguments_of_its_own() -> None:
     }
 
 
+def test_quantized_engines_have_verls_correction() -> None:
+    """megarl corrects for quantized engines by default, and verl does not, so the recipe says so."""
+    command = f"{GRPO} +actor_rollout_ref.rollout.quantization="
+    converted = settings(f"{command}fp8")
+    assert converted["rollout.quantization"] == "fp8" and converted["algorithm.correction.weights"] == "none"
+    weighted = settings(f"{command}fp8 algorithm.rollout_correction.rollout_is=token")
+    assert weighted["algorithm.correction.weights"] == "token"
+    assert not {"rollout.quantization", "algorithm.correction.weights"} & settings(f"{command}null").keys()
+    with pytest.raises(InputError, match=r"quantization=torchao: this value has no counterpart; supported: fp8"):
+        settings(f"{command}torchao")
+
+
 def test_an_evaluation_alone_is_a_recipe_without_training_data() -> None:
     """verl evaluates model.path before the first step and ends; the number of training rows does not matter."""
     command = f"{GRPO} data.val_files=b.parquet trainer.val_only=True data.train_max_samples=1"

@@ -46,6 +46,23 @@ CARRIED: dict[str, tuple[str, dict[str, Any]]] = {
             "actor.optimizer.warmup_steps": 3,  # verl's schedule advances at each of its updates
         },
     ),
+    "float16": (
+        f"{PPO} {ACTOR}.megatron.dtype=float16 {R}.dtype=float16", {"model.dtype": "float16", "rollout.dtype": "float16"}
+    ),
+    "float16, with engines in verl's default": (
+        f"{PPO} {ACTOR}.fsdp_config.dtype=float16", {"model.dtype": "float16", "rollout.dtype": "bfloat16"}
+    ),
+    "SPO's trainer without SPO": (
+        f"python3 -m recipe.spo.spo_main_ppo {DATA} trainer.spo.enable=False {R}.multi_turn.tool_config_path=tools.yaml",
+        {
+            "agent.loop": "recipe/spo/config/spo_agent.yaml",
+            "agent.loop_arguments": {f"{R}.multi_turn.tool_config_path": "tools.yaml", "sampling_params.stop": "</code>"},
+        },
+    ),
+    "an evaluation of rep_exp": (
+        f"python3 -m rep_exp.main_rep_exp {DATA} data.val_files=b.parquet trainer.val_only=True {R}.val_kwargs.n=256",
+        {"data.train_files": None, "evaluation.samples": 256, "evaluation.temperature": None, "reward.function": None},
+    ),
     "partial rollout": (
         f"{PPO.replace('verl.trainer.main_ppo', 'recipe.partial_rollout.main_ppo')} async_training.partial_rollout=True",
         {"rollout.max_staleness": 1, "rollout.at_update": "refresh", "cluster.placement": None},
@@ -154,7 +171,16 @@ REFUSED = {
         "it drops tokens depending on the rest of their micro batch",
     ),
     "quantized training": (f"{PPO} {ACTOR}.fsdp_config.qat.enable=True", "--accept actor_rollout_ref.actor.fsdp_config.qat.enable"),
-    "float16": (f"{PPO} {ACTOR}.fsdp_config.dtype=float16", "the trainers' data type is model.dtype"),
+    "a type of 8 bits": (f"{PPO} {ACTOR}.megatron.dtype=float8", "this value has no counterpart; supported: bfloat16, bf16, float16"),
+    "SPO": (f"python3 -m recipe.spo.spo_main_ppo {DATA} trainer.spo.enable=True", "megarl has no SPO: no values of prompts"),
+    "an exploration bonus": (
+        f"python3 -m rep_exp.main_rep_exp {DATA} reward_model.enable=True reward_model.model.path=m",
+        "this model's hidden states give the exploration bonus of rep_exp",
+    ),
+    "function tools of a loop": (
+        f"{PPO} {R}.agent.agent_loop_config_path=loops.yaml {R}.multi_turn.function_tool_path=tools.py",
+        "verl's function tools are not passed to agent loops",
+    ),
     "another syntax of calls": (
         f"{PPO} {R}.multi_turn.enable=True {R}.multi_turn.tool_config_path=tools.yaml {R}.multi_turn.format=qwen3_coder",
         "megarl does not read this syntax of calls",

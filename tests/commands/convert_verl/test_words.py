@@ -8,7 +8,7 @@ import pytest
 
 from megarl.commands.convert_verl.shell.values import absent
 from megarl.errors import InputError
-from tests.commands.convert_verl.test_shell import MAIN, arguments, by_bash
+from tests.commands.convert_verl.test_shell import MAIN, arguments, by_bash, notes
 
 
 @pytest.mark.parametrize(
@@ -86,3 +86,24 @@ def test_a_script_must_have_exactly_one_training_command() -> None:
         arguments(f"{MAIN} a=1\n{MAIN} a=2")
     with pytest.raises(InputError, match="line 2: the training command is inside"):
         arguments(f"if [ -d /data ]; then\n{MAIN} a=1\nfi")
+
+
+SLURM = """#!/bin/bash
+#SBATCH --nodes=2 --exclusive
+#SBATCH -c 16
+#SBATCH --gres=gpu:h100:4,shard:2
+#SBATCH --time=1:00:00
+set -u
+#SBATCH --ntasks=9
+N=${SLURM_JOB_NUM_NODES:-1}
+MAIN a=$N b=${SLURM_GPUS_ON_NODE:-8} c=$SLURM_CPUS_PER_TASK d=${SLURM_NTASKS:-none} e=${SLURM_GPUS_PER_NODE:-none}
+""".replace("MAIN", MAIN)
+
+
+def test_sbatch_sets_variables() -> None:
+    """From the lines before the first command. --gres sets no SLURM_GPUS_PER_NODE."""
+    assert arguments(SLURM) == ["a=2", "b=4", "c=16", "d=none", "e=none"]
+    assert arguments(SLURM, SLURM_GPUS_ON_NODE="6")[1] == "b=6"
+    assert "line 4: SLURM_GPUS_ON_NODE=4, as sbatch sets it from #SBATCH --gres=gpu:h100:4,shard:2" in notes(SLURM)
+    assert arguments(SLURM.replace("--nodes=2", "--nodes=2-4"))[0] == "a=1", "a range is no number"
+    assert arguments(SLURM.replace("--gres=gpu:h100:4,shard:2", "--gpus-per-node=h100:8"))[1::3] == ["b=8", "e=8"]

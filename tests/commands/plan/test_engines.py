@@ -103,3 +103,26 @@ def test_limits_follow_the_engine_arguments() -> None:
         spec(Path("m"), engine_args={"mem_fraction_static": 0.3, "chunked_prefill_size": -1})
     )
     assert (sglang.tokens, sglang.share, sglang.covers_step) == (16384, 0.3, False) and sglang.assumed
+
+
+@pytest.mark.slow
+@pytest.mark.stack
+def test_quantized_weights(tmp_path: Path) -> None:
+    """FP8 takes a byte per weight, and four per block of 128 x 128. Embedding, output layer, norms and routers stay in bfloat16."""
+    expected = {}
+    requests = []
+    for name in ("Qwen3-8B", "Qwen3-30B-A3B"):
+        directory = tmp_path / name
+        directory.mkdir()
+        config = published.read(name)
+        (directory / "config.json").write_text(json.dumps(config))
+        hidden, layers, experts = config["hidden_size"], config["num_hidden_layers"], config.get("num_experts", 0)
+        heads, groups, head = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+        width = config["moe_intermediate_size"] if experts else config["intermediate_size"]
+        matrices = hidden * head * (2 * heads + 2 * groups) + 3 * hidden * width * (experts or 1)
+        others = 2 * config["vocab_size"] * hidden + hidden + layers * (2 * hidden + 2 * head + hidden * experts)
+        expected[name] = layers * (matrices + 4 * matrices // 128**2) + 2 * others, 2 * (layers * matrices + others)
+        requests.append(engine_request("vllm", directory, spec(directory, quantization="fp8")))
+    answers = count_ranks(requests, ENGINES)
+    for (weights, received), answer in zip(expected.values(), answers, strict=True):
+        assert answer["weights"] - answer["tables"] == weights and answer["received"] == received

@@ -23,7 +23,7 @@ VERLS_FILES = frozenset({
     "one_step_off_ppo_megatron_trainer", "fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer",
     "fully_async_dapo_trainer", "transfer_queue_ppo_trainer", "transfer_queue_ppo_megatron_trainer", "fully_async", "async_grpo",
     "dapo_trainer", "dapo_megatron_trainer", "dapo_transfer_queue_trainer", "dynamo_trainer", "entropy_trainer", "gvpo_trainer",
-    "sppo_trainer", "on_policy_distill_trainer",
+    "sppo_trainer", "on_policy_distill_trainer", "rep_exp_trainer", "spo_trainer",
 })  # fmt: skip
 """Files of verl and verl-recipe with the defaults of `entry_points.py` and the tables."""
 
@@ -52,7 +52,8 @@ def read_config(flags: ConfigFlags, command: Command, context: ScriptContext) ->
     if names := absent_names(f"{flags.name}{flags.path}{flags.folder}"):
         raise combined([command.absences[each] for each in names])
     folders = list(_folders(flags, command, context))
-    file = next((folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()), None)
+    candidates = (folder / f"{name}.yaml" for folder in (*folders, *_beside_script(flags, context)))
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
         searched = f"{folders[0] / name}.yaml" if folders else f"{name}.yaml in an unknown folder"
         raise InputError(
@@ -62,6 +63,8 @@ def read_config(flags: ConfigFlags, command: Command, context: ScriptContext) ->
     options: dict[str, OptionValue] = {}
     base = _read(file, options, ())
     note = f"line {flags.line}: --config-name={flags.name}: the options of {file}"
+    if file.parent not in folders:
+        note += f", because {flags.folder or flags.path} does not exist here: check that it is the same file"
     return ConfigFile(base or name, options, (note,), file)
 
 
@@ -86,6 +89,16 @@ def _folders(flags: ConfigFlags, command: Command, context: ScriptContext) -> It
             yield from (root / path for root in (current, *parents))
     if not flags.path:
         yield current / module / "config"
+
+
+def _beside_script(flags: ConfigFlags, context: ScriptContext) -> Iterator[Path]:
+    """Iterate over folders around the script with the end of the command's path: for BASE/recipe/x/config of a script in
+    recipe/x, the folder config beside it. The longest common end comes first."""
+    script = Path(context.script).absolute().parent if context.script else None
+    parts = Path(flags.folder or flags.path).parts
+    if script:
+        for start in range(1, len(parts)):
+            yield from (parent.joinpath(*parts[start:]) for parent in (script, *script.parents))
 
 
 def _read(file: Path, options: dict[str, OptionValue], readers: tuple[Path, ...]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megarl.commands.convert_verl.entry_points import NAMES, EntryPoint, entry_point_of
 from megarl.commands.convert_verl.shell.interpreter import Interpreter
+from megarl.commands.convert_verl.shell.slurm import submitted_variables
 from megarl.commands.convert_verl.shell.syntax import parse
 from megarl.commands.convert_verl.shell.values import (
     Call,
@@ -61,6 +62,7 @@ def read_command(text: str, variables: Mapping[str, str], context: ScriptContext
     if len(text) > LARGEST:
         raise InputError(f"{len(text):,} characters are not a launch script: at most {LARGEST:,} are read")
     shell = Interpreter(variables, context or ScriptContext(), _is_training)
+    shell.state.variables |= submitted_variables(text)
     try:
         shell.run(parse(text))
     except Jump as jump:

@@ -30,9 +30,9 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     if question["engine"] != "vllm":
         spec = dataclasses.replace(spec, engine_args={})
     try:
-        built = vllm_rank.build(spec, question["rank"])
         if question["tensors"] is None:
-            return dataclasses.asdict(counted(built, spec, bounds))
+            return dataclasses.asdict(counted(vllm_rank.build(spec, question["rank"]), spec, bounds))
+        built = vllm_rank.build(dataclasses.replace(spec, quantization=None), question["rank"])  # needs the same slices
         tensors = json.loads(Path(question["tensors"]).read_text(encoding="utf-8"))
         return {"description": base64.b64encode(needed_slices(built.model, tensors).to_bytes()).decode()}
     except (ValueError, RuntimeError, AssertionError) as error:

@@ -201,7 +201,7 @@ def _engine(occupants: Occupants, sharing: TimeSharing) -> dict[str, int]:
     if rank is not None and sharing.sleeps and (occupants.keeps_weights or wants_adapters(recipe)):
         parts[ASLEEP] = rank.asleep
     if rank is not None and update_rule(recipe) == "finish" and is_sharded(recipe):
-        parts[STAGED] = rank.weights - rank.tables
+        parts[STAGED] = rank.received
     if occupants.whole_experts and is_sharded(recipe):
         parts[EXPERTS] = occupants.whole_experts
     if is_sharded(recipe) and recipe.weight_sync.transport in HOST_MEMORY_TRANSPORTS:  # ranks that relay buckets

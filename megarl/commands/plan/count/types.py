@@ -85,9 +85,10 @@ class EngineRank:
     cache: int | None = None  # bytes left for the KV cache; None: the device is not known
     sequences: float | None = None  # sequences of the longest length that fit into the whole engine at a time
     devices: int = 1  # of all engines of this model
-    largest: int = 0  # bytes of the largest layer, which exists twice while new weights are loaded
+    largest: int = 0  # bytes that loading the largest layer takes: its new weights, and their quantized copy
     tables: int = 0  # part of `weights`: rotary tables and the like, and copies of a weight that MLA makes
     recomputed: int = 0  # bytes of weights that MLA recomputes at the first update and keeps while asleep
+    received: int = 0  # bytes of the weights that an update brings: as in the checkpoint, before they are quantized
     asleep: int = 0  # bytes on the host while the engine sleeps and keeps its weights
 
     @property

@@ -32,7 +32,8 @@ class Engines:
     device: Device
     count: int
     tensor: int
-    number: int = 2  # bytes of a weight and of a cached value
+    number: int = 2  # bytes of an activation and of a cached value
+    weight: int = 2  # bytes of a weight
     group: int = 1
     spread: bool = False
     sequences: float = math.inf  # sequences that an engine decodes at a time, at most
@@ -47,7 +48,7 @@ class Engines:
     def weights(self) -> float:
         """Bytes per device."""
         rest = self.shape.total - self.shape.routed
-        return self.number * (rest / self.tensor + self.shape.routed / self.ranks_of_experts)
+        return self.weight * (rest / self.tensor + self.shape.routed / self.ranks_of_experts)
 
     @property
     def cache_per_token(self) -> float:
@@ -130,7 +131,7 @@ def _met_bytes(engines: Engines, sequences: float) -> float:
     if shape.experts:
         tokens = sequences * engines.group
         met += shape.routed / engines.ranks_of_experts * (1 - (1 - shape.chosen / shape.experts) ** tokens)
-    return met * engines.number
+    return met * engines.weight
 
 
 def _links(engines: Engines, tokens: float) -> float:

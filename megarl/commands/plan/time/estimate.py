@@ -192,13 +192,14 @@ class Step:
     @cached_property
     def engines(self) -> Engines:
         rollout = self.recipe.rollout
-        dtype = rollout.dtype or self.recipe.model.dtype
+        number = 4 if (rollout.dtype or self.recipe.model.dtype) == "float32" else 2
         engines = Engines(
             self.shape,
             self.device,
             count=rollout.engines,
             tensor=rollout.tensor_parallel,
-            number=4 if dtype == "float32" else 2,
+            number=number,
+            weight=number if rollout.quantization is None else 1,
             group=rollout.data_parallel,
             spread=rollout.spreads_experts and bool(self.shape.experts),
             prefix=rollout.engine_args.get("enable_prefix_caching", True) is not False,
@@ -265,9 +266,9 @@ class Step:
     @property
     def _teachers(self) -> Engines:
         teacher, engines = self.recipe.teacher, sum(each.engines for each in self.recipe.teacher.by_key.values())
-        dtype = teacher.dtype or self.recipe.model.dtype
+        number = 4 if (teacher.dtype or self.recipe.model.dtype) == "float32" else 2
         shape = self.teacher_shape or self.shape
-        return Engines(shape, self.device, engines, teacher.tensor_parallel, number=4 if dtype == "float32" else 2)
+        return Engines(shape, self.device, engines, teacher.tensor_parallel, number=number, weight=number)
 
     def _consult_critic(self) -> None:
         critic = self.critic
