@@ -230,7 +230,7 @@ def restart_trainers(run: Run, restarts: TrainerRestarts, trained: int, before: 
     run.checkpoints.trained_step = None
     with run.log.phase("recovery"):
         began = time.monotonic()
-        run.log.warn(f"{restarts.newest_failure}\nThe trainers start again (train.trainer_restarts)", "death")
+        run.log.warn(restarts.notice, "death")
         restarts.start()
         checkpoint = run.checkpoints.restore_trainers()
         differences = train_again(run, checkpoint, trained)

@@ -43,6 +43,8 @@ def train(recipe: Recipe) -> Path:
     with naming_checkpoint(recipe, directory), log:  # in this order: closing the log may fail on a full disk
         for notice in [*restart_notices(recipe.train), *setup.notices, *environment_notices(recipe, setup.platform)]:
             log.notice(notice)
+        for warning in setup.place.warnings:
+            log.warn(warning)
         with connected(recipe, setup.platform, demand_of(recipe)) as cluster:
             with log.phase("start"):
                 run = build_run(setup, cluster, log)

@@ -252,8 +252,15 @@ def test_an_error_that_occurs_each_time_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="killed at call 14"):
         fit(tmp_path, 0, Failing({14}, after=False))
     failing = Failing(set(range(14, 200)), after=False)
-    with pytest.raises(WorkerFailed, match="killed at call 16"):
+    with pytest.raises(WorkerFailed, match="killed at call 16") as ended:
         fit(tmp_path / "again", 2, failing)
+    assert "this is failure 3 without a new step, and train.trainer_restarts is 2" in ended.value.__notes__[0]
+    lines = [json.loads(line) for line in (tmp_path / "again" / "notices.jsonl").read_text().splitlines()]
+    counts = [line["text"].splitlines()[-1] for line in lines if line.get("event") == "death"]
+    assert counts == [
+        f"The trainers start again (failure {number} of at most 2 without a new step; train.trainer_restarts)"
+        for number in (1, 2)
+    ]
 
 
 def test_other_numbers_of_a_repeated_step_are_said() -> None:

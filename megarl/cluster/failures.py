@@ -25,6 +25,8 @@ from megarl.platform.kinds import KINDS
 GRACE = 0.3  # seconds to wait for other ranks after the first cause, to count equal failures
 COMMUNICATION_GRACE = 2.0  # seconds to wait for the cause after a broken connection
 TAIL_LINES = 15
+_TAIL_BYTES = 65536
+_STATISTICS = "[state-dump]"  # in lines of statistics that a raylet and the GCS print about themselves
 HEADER = "=== megarl:"  # first line of each process in its log file
 
 _COMMUNICATION = re.compile(
@@ -150,13 +152,15 @@ def exit_cause(returncode: int) -> str:
 
 
 def log_tail(log: str, lines: int = TAIL_LINES) -> str:
-    """Last lines that the newest process wrote to `log`; "" if the file is on another machine."""
+    """Return the last lines that the newest process wrote to `log`, without Ray's statistics; "" if the file is on another machine."""
     path = Path(log)
     if not path.is_file():
         return ""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 16384))
-        text = file.read().decode(errors="replace").splitlines()
+        begin = max(0, path.stat().st_size - _TAIL_BYTES)
+        file.seek(begin)
+        text = file.read().decode(errors="replace").splitlines()[bool(begin) :]  # the first line may be cut
+    text = [line for line in text if _STATISTICS not in line]
     starts = [i for i, line in enumerate(text) if line.startswith(HEADER)]
     return "\n".join("  " + line for line in text[starts[-1] + 1 if starts else 0 :][-lines:])
 

@@ -39,7 +39,7 @@ class KeeperAddress:
 
     address: of Ray. namespace: Ray's, of the keeper's actor. mark: value of the orphan reaper's variable in the processes that end
     with the keeper. private: the keeper has started Ray, and `processes` are (name, pid, log) of the processes of Ray that must live.
-    seconds: `train.keep_workers`. problem: why the keeper could not start; "" if it runs.
+    seconds: `train.keep_workers`. pid: of the keeper. problem: why the keeper could not start; "" if it runs.
     """
 
     address: str = ""
@@ -48,6 +48,7 @@ class KeeperAddress:
     private: bool = False
     processes: tuple[tuple[str, int, str], ...] = ()
     seconds: float = 0.0
+    pid: int = 0
     problem: str = ""
 
     def write(self, file: Path) -> None:

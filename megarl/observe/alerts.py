@@ -23,6 +23,7 @@ _LONGEST_CAUSE = 500  # characters; WeCom accepts 2,048 bytes
 _HEADS: dict[Event, str] = {
     "start": "started",
     "death": "a process failed, the run goes on",
+    "given_up": "an engine does not restart",
     "restart": "starts again",
     "engines": "engines",
     "rollback": "goes back to a checkpoint",

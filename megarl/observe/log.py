@@ -33,7 +33,7 @@ from megarl.observe.summary import before_and_after, summarize
 from megarl.observe.token_values import write_token_values
 from megarl.observe.trace import Trace
 from megarl.recipe import Recipe, to_yaml
-from megarl.recipe.observe import Event
+from megarl.recipe.observe import WARNINGS, Event
 
 _open_phases: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("open_phases", default=())
 
@@ -114,9 +114,7 @@ class RunLog:
         if self._metrics.torn:
             self.notice(f"{self.run_dir.metrics} ended in an incomplete line after a crash. The line was dropped.")
         if discarded:
-            self.notice(
-                f"{discarded} later steps of an earlier session were moved to {self.run_dir.discarded_metrics}."
-            )
+            self.warn(f"{discarded} later steps of an earlier session were moved to {self.run_dir.discarded_metrics}.")
         if self._metrics.last_step is not None and self._metrics.last_step < first_step - 1:
             self.warn(
                 f"metrics.jsonl goes to step {self._metrics.last_step}, the checkpoint to step {first_step - 1}: the "
@@ -247,8 +245,8 @@ class RunLog:
         self._write_line(step, metrics)
 
     def notice(self, text: str, event: Event | None = None) -> None:
-        """Show a notice on the console, in notices.jsonl and in the report. event: for alerts, if it is one."""
-        self._say(text, "notice", event)
+        """Show a notice, or a warning for an event of `WARNINGS`, on the console, in notices.jsonl and in the report. event: for alerts."""
+        self._say(text, "warning" if event in WARNINGS else "notice", event)
 
     def warn(self, text: str, event: Event = "warning") -> None:
         """Show a warning on the console, in notices.jsonl and in the report. event: for alerts."""

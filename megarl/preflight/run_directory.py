@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,11 @@ class RunPlace:
     checkpoint: Path | None  # resolved from train.resume
     first_step: int  # the first step without a line in the metrics
     identity: dict[str, Any]  # identity of the run's checkpoints; see megarl/checkpoint/identity.py
-    notices: list[str]  # checkpoints that were skipped, with the reason, and changed settings
+    notices: list[str]  # changed settings
     journal: JournalEntry | None = None  # after the checkpoint, or after the starting model
+    warnings: list[str] = field(
+        default_factory=list
+    )  # checkpoints and states of the journal that are skipped, with the reason
 
     @property
     def trained_steps(self) -> int:
@@ -85,19 +88,23 @@ def find_place(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
     """
     directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
     notices: list[str] = []
+    warnings: list[str] = []
     checksums = recipe.train.verify_checkpoints == "checksums"
-    checkpoint = find_checkpoint(recipe.train.resume, directory.checkpoints, checksums=checksums, notice=notices.append)
+    checkpoint = find_checkpoint(
+        recipe.train.resume, directory.checkpoints, checksums=checksums, notice=warnings.append
+    )
     raise_all(run_directory_errors(recipe))
     if checkpoint is not None:
         check_identity(checkpoint, identity)
-    place = RunPlace(directory, checkpoint, 1, identity, notices, _find_journal(recipe, directory, checkpoint, notices))
+    journal = _find_journal(recipe, directory, checkpoint, warnings)
+    place = RunPlace(directory, checkpoint, 1, identity, notices, journal, warnings)
     if place.state is None:
         if recipe.train.resume == "auto" and (reason := _sign_of_checkpoints(directory)):
             problem = (
                 f"no checkpoint in {directory.checkpoints} can be used, and {directory.path} has had one: {reason}"
             )
             remedy = "restore it (is its file system mounted?), or name it in train.resume; to begin again, move the folder away or choose another name"
-            raise NotHereError("train.resume", "; ".join([problem, *notices]), remedy, value="auto")
+            raise NotHereError("train.resume", "; ".join([problem, *warnings]), remedy, value="auto")
         return place
     if place.journal is not None:
         check_identity(place.journal.path, identity)
@@ -109,9 +116,9 @@ def find_place(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
 
 
 def _find_journal(
-    recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, notices: list[str]
+    recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, warnings: list[str]
 ) -> JournalEntry | None:
-    """Return the entry of the journal with which the run goes on; None if there is none. Adds notices on entries that are not used.
+    """Return the entry of the journal with which the run goes on; None if there is none. Adds warnings of entries that are not used.
 
     With the path of a checkpoint in `train.resume` it goes on from this one, unless the journal begins there and the run has no checkpoint.
     """
@@ -120,10 +127,10 @@ def _find_journal(
     if not train.journal or train.resume == "never" or newest_step(directory.journal) is None:
         return None
     if train.resume != "auto" and (by_this_run or list_checkpoints(directory.checkpoints)):
-        notices.append("the journal is not used, since train.resume names a checkpoint")
+        warnings.append("the journal is not used, since train.resume names a checkpoint")
         return None
     checksums = train.verify_checkpoints == "checksums"
-    search = JournalSearch(directory.journal, directory.batches, training_settings(recipe), checksums, notices.append)
+    search = JournalSearch(directory.journal, directory.batches, training_settings(recipe), checksums, warnings.append)
     return search.newest(checkpoint, by_this_run=by_this_run)
 
 

@@ -13,9 +13,13 @@ from megarl.recipe.key import key
 if TYPE_CHECKING:
     from megarl.recipe.schema import Recipe
 
-Event = Literal["start", "death", "restart", "rollback", "engines", "outage", "update", "warning", "failure", "end"]
+Event = Literal[
+    "start", "death", "given_up", "restart", "rollback", "engines", "outage", "update", "warning", "failure", "end"
+]
 """Events of a run that alerts may report; docs/alerts.md describes each."""
 EVENTS: tuple[Event, ...] = typing.get_args(Event)
+WARNINGS: frozenset[Event] = frozenset({"death", "given_up", "warning"})
+"""Events whose messages are always warnings, which the console shows in every mode."""
 
 
 @dataclass
@@ -31,8 +35,8 @@ class AlertsConfig:
         "Body of a message. json: an object with `text` (which Mattermost shows), `run`, `host`, `event`, `step`, `cause` and `time`. The others: the text, as Slack, Feishu (Lark), DingTalk and WeCom accept it.",
     )
     events: list[str] = key(
-        ["death", "restart", "rollback", "outage", "failure", "end"],
-        "Events to report. start: the first step begins. death: an engine or trainer has died or failed, and the run goes on (`rollout.min_engines`, `train.trainer_restarts`). restart: the run is started again (`train.restarts`). rollback: the trainers go back to a checkpoint after spikes (`train.on_spike`). engines: their wanted number changes, or one joins or leaves (`megarl engines`, a machine that ends). outage: a service that samples need is down, or back. update: updates of a step were skipped, or are spikes (`train.on_spike`). warning: any other warning. failure: an error has ended the run. end: the run is finished, or was stopped.",
+        ["death", "given_up", "restart", "rollback", "outage", "failure", "end"],
+        "Events to report. start: the first step begins. death: an engine or trainer has died or failed, and the run goes on (`rollout.min_engines`, `train.trainer_restarts`). given_up: an engine has died three times before it sampled, and does not restart. restart: the run is started again (`train.restarts`). rollback: the trainers go back to a checkpoint after spikes (`train.on_spike`). engines: their wanted number changes, or one joins or leaves (`megarl engines`, a machine that ends). outage: a service that samples need is down, or back. update: updates of a step were skipped, or are spikes (`train.on_spike`). warning: any other warning. failure: an error has ended the run. end: the run is finished, or was stopped.",
     )
 
 

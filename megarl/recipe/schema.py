@@ -283,7 +283,7 @@ class TrainConfig:
     )
     resume: str = key(
         "never",
-        "`never`, `auto` (the newest complete checkpoint of the run's directory, if any; damaged ones are skipped with a notice; with `train.journal` also the steps after it) or a checkpoint's path. The layout may differ from the checkpoint's.",
+        "`never`, `auto` (the newest complete checkpoint of the run's directory, if any; damaged ones are skipped with a warning; with `train.journal` also the steps after it) or a checkpoint's path. The layout may differ from the checkpoint's.",
     )
     restarts: int = key(
         0,

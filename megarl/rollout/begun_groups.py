@@ -72,6 +72,7 @@ def copy_partials(
             copies.append(wait(call, check))
         except ClusterError as error:
             if fleet is None or not fleet.lost(index, process, error):
+                check()  # raises if too few engines are left, and names all dead ones
                 raise
     return {
         number: partials

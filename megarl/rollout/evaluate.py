@@ -209,9 +209,10 @@ def _sample(
         try:
             return wait(call, check)
         except ClusterError as error:
-            if fleet is None or not fleet.lost(engine, processes[engine], error):
-                raise
-            return None
+            if fleet is not None and fleet.lost(engine, processes[engine], error):
+                return None
+            check_processes()  # raises if too few engines are left, and names all dead ones
+            raise
 
     for index, submission in submitted.items():
         result(submission, index)

@@ -231,9 +231,24 @@ class EnginesSource:
         `WeightLoads.check`."""
         self.check_processes()
         with self._change:
-            if self._error is not None:
-                raise self._error
+            self._raise_error()
             self._check_progress(since)
+
+    def _raise_error(self) -> None:
+        """Raise an engine's error, if any; with a fleet, the error of a check of the processes first, which names all dead engines.
+        Call with the lock."""
+        if self._error is None:
+            return
+        if self.fleet is not None:
+            self._check_unlocked()
+        raise self._error
+
+    def _check_unlocked(self) -> None:
+        self._change.release()
+        try:
+            self.check_processes()
+        finally:
+            self._change.acquire()
 
     def _check_progress(self, since: float) -> None:
         self._loads.check(since)
@@ -246,14 +261,9 @@ class EnginesSource:
         `rollout.timeout`."""
         began = time.monotonic()
         while not self._change.wait_for(lambda: self._error is not None or condition(), timeout=1.0):
-            self._change.release()
-            try:
-                self.check_processes()
-            finally:
-                self._change.acquire()
+            self._check_unlocked()
             self._check_progress(began)
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
 
     def _start_again(self) -> None:
         """Start groups that their engines have lost. Call with the lock."""

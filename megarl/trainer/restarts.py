@@ -31,8 +31,19 @@ class TrainerRestarts:
         self._in_a_row = 1 if trained > self._furthest else self._in_a_row + 1
         self._furthest = max(self._furthest, trained)
         if self._in_a_row > self.most:
+            text = (
+                f"The trainers do not start again: this is failure {self._in_a_row} without a new step, and "
+                f"train.trainer_restarts is {self.most}."
+            )
+            error.__notes__ = [*getattr(error, "__notes__", ()), text]  # add_note needs Python 3.11
             raise error
         self.restarts, self.newest_failure = self.restarts + 1, error
+
+    @property
+    def notice(self) -> str:
+        """The message of the newest failure and the restart after it."""
+        count = f"failure {self._in_a_row} of at most {self.most} without a new step"
+        return f"{self.newest_failure}\nThe trainers start again ({count}; train.trainer_restarts)"
 
     def metrics(self) -> Metrics:
         """Return the metrics of this session so far."""

@@ -189,6 +189,21 @@ def opened(tmp_path: Path, config: dict[str, Any], critic: dict[str, Any] | None
     return open_run_directory(recipe, identity).checkpoint
 
 
+def test_a_damaged_checkpoint_is_a_warning_of_the_start(tmp_path: Path) -> None:
+    assert opened(tmp_path, CONFIG) is not None
+    recipe = Recipe(name="run", runs_dir=str(tmp_path))
+    recipe.train.resume = "auto"
+    recipe.model = ModelConfig(path="/models/one", dtype="float32")
+    identity = identity_of(recipe, CONFIG, None, rows=4)
+    folder = tmp_path / "run" / "checkpoints"
+    saver(folder).save(4, {**state(), "identity": identity})
+    spoil(folder / "step_000004" / "trainer" / "tensors_1", "flipped")
+    place = open_run_directory(recipe, identity)
+    assert place.checkpoint == folder / "step_000003"
+    (warning,) = place.warnings
+    assert "step_000004 is damaged and is skipped" in warning and warning not in place.notices
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     assert opened(tmp_path, CONFIG) == tmp_path / "run" / "checkpoints" / "step_000003"
     assert opened(tmp_path, {**CONFIG, "use_cache": True}, path="/elsewhere/one") is not None

@@ -91,6 +91,14 @@ def test_log_tail_is_of_the_newest_process(tmp_path):
     assert log_tail(str(tmp_path / "on another machine")) == ""
 
 
+def test_log_tail_leaves_out_the_statistics_of_ray(tmp_path):
+    log = tmp_path / "raylet.out"
+    log.write_text("agent exited\n" + "[state-dump] NodeManager.Task - 1 total (0 active)\n" * 2000)
+    assert log_tail(str(log)) == "", "the last words are further back than the bytes that are read"
+    log.write_text("agent exited\n" + "[state-dump] NodeManager.Task - 1 total (0 active)\n" * 100)
+    assert log_tail(str(log)) == "  agent exited"
+
+
 def test_load_class_refuses_an_invalid_name():
     assert load_class("os:stat_result") is os.stat_result
     for name, message in [

@@ -17,7 +17,7 @@ from tests.support.cluster_workers import wait_until
 
 ray_env.prepare(private=True)
 
-from megarl.cluster.ray.processes import RayProcess, RayProcessWatch  # noqa: E402 -- after the variables that Ray reads at import
+from megarl.cluster.ray.processes import KeepersRayProcess, RayProcess, RayProcessWatch  # noqa: E402 -- after the variables that Ray reads at import
 
 
 @pytest.fixture
@@ -47,9 +47,22 @@ def test_a_killed_process_is_named_with_its_last_words(
         watch.check()
     text = str(raised.value)
     assert "Ray's gcs_server on " in text and "killed by signal 9 (SIGKILL), as the kernel does" in text
+    assert "All processes of the run end with it" in text, "a restart of the run goes on"
     assert "last words of gcs_server" in text and f"(pid {two[1].process.pid})" in text
     assert "Ray's gcs_server on " in capfd.readouterr().err
     watch.close()
+
+
+def test_a_keeper_that_has_ended_is_named(two: list[RayProcess]) -> None:
+    """The keeper's end ends Ray, which the controller sees first."""
+    keeper, raylet = two[0].process, two[1].process
+    process = KeepersRayProcess("raylet", raylet.pid, two[1].log, keeper.pid)
+    assert process.end() is None
+    raylet.kill()
+    assert wait_until(lambda: process.end() is not None, 5) and process.end() == "its process has ended"
+    keeper.kill()
+    named = f"the process that keeps the workers (train.keep_workers, pid {keeper.pid}) has ended, and this process too"
+    assert wait_until(lambda: process.end() == named, 5)
 
 
 def test_a_watch_of_no_process_has_no_thread() -> None:

@@ -73,7 +73,7 @@ def test_selected_events_arrive_once_and_in_order(receiver: Receiver) -> None:
     assert [message["step"] for message in receiver.messages] == list(range(2 * len(EVENTS)))
     receiver.messages.clear()
     assert send(AlertsConfig(url=VARIABLE), *EVENTS) == []
-    assert receiver.events == ["death", "restart", "rollback", "outage", "failure", "end"]
+    assert receiver.events == ["death", "given_up", "restart", "rollback", "outage", "failure", "end"]
 
 
 def test_a_message_has_the_fields_and_only_the_first_line_of_the_cause(receiver: Receiver) -> None:
@@ -336,13 +336,17 @@ def test_notices_have_their_event(receiver: Receiver, tmp_path: Path) -> None:
     with RunLog(make_recipe(alerts=ALL), tmp_path, 1, 9) as log:
         log.notice("plain")
         log.notice("engine1 died", "death")
+        log.notice("engine1 does not restart", "given_up")
+        log.notice("engine1 waits for a machine", "warning")
         log.warn("careful")
     assert [(note["level"], note.get("event")) for note in notices(tmp_path)] == [
         ("notice", None),
-        ("notice", "death"),
+        ("warning", "death"),
+        ("warning", "given_up"),
+        ("warning", None),
         ("warning", None),
     ]
-    assert receiver.events == ["death", "warning", "end"]
+    assert receiver.events == ["death", "given_up", "warning", "warning", "end"]
 
 
 def test_without_alerts_nothing_is_started(tmp_path: Path) -> None:

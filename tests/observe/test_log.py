@@ -153,6 +153,8 @@ def test_resume_moves_later_steps_aside_with_a_notice(tmp_path: Path) -> None:
     assert min((tmp_path / "samples" / "discarded").iterdir()).name == "step_000004.jsonl"
     messages = notices(tmp_path)
     assert "incomplete line" in messages[0] and "2 later steps" in messages[1]
+    lines = [json.loads(line) for line in (tmp_path / "notices.jsonl").read_text().splitlines()]
+    assert [line["level"] for line in lines[:2]] == ["notice", "warning"], "the console shows lost steps in every mode"
     sessions = json.loads((tmp_path / "summary.json").read_text())["sessions"]
     assert [(session["first_step"], session["status"]) for session in sessions] == [(1, "killed"), (4, "finished")]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,11 +19,13 @@ from megarl.cluster.failures import (
     ProcessInfo,
     Raised,
     ServiceDied,
+    TooFewEngines,
     WorkerFailed,
 )
 from megarl.engines.tape import TapeFile
 from megarl.rollout.evaluate import FIRST_EVALUATION_GROUP, _run
 from megarl.rollout.fleet import fleet as fleet_module
+from megarl.rollout.fleet.fleet import Fleet
 from megarl.rollout.fleet.states import MOST_STARTS, EngineStates
 from megarl.rollout.source_engines import EnginesSource
 from megarl.rollout.tape import TAPE_FORMAT, Arrivals, history, segments_of, with_deaths
@@ -112,6 +115,50 @@ def test_too_few_engines_end_the_run() -> None:
     assert engines.restarts == [0], "no process is started for a run that ends"
 
 
+def test_a_call_that_fails_with_the_last_engines_names_all_of_them() -> None:
+    """Failed calls report deaths before the controller looks at the processes."""
+    engines = Engines(count=3)
+    source = source_of(engines)
+    source.admit(0)
+    for service in engines.services:
+        service.die()
+    with pytest.raises(TooFewEngines, match=r"Fewer than rollout.min_engines = 1 engines are left"):
+        source.take(4)
+    ends = [(notice.split()[1], notice.splitlines()[-1]) for notice in engines.notices]
+    assert ends == [
+        ("engine0", "2 engines left that sample"),
+        ("engine1", "1 engine left that sample"),
+        ("engine2", "0 engines left that sample"),
+    ]
+    assert engines.events == ["death"] * 3 and engines.restarts == []
+
+
+def test_problems_of_the_last_engines_name_all_of_them() -> None:
+    engines = Engines()
+    problems = [Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(4)]
+    threading.Timer(0.2, lambda: [service.die() for service in engines.services]).start()
+    with pytest.raises(TooFewEngines):
+        _run(problems, Sampling(n=1, max_tokens=8), engines.handles, engines.fleet.poll, 5.0, engines.fleet)
+    assert [notice.split()[1] for notice in engines.notices] == ["engine0", "engine1"]
+
+
+def test_no_engine_restarts_while_others_that_died_with_it_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = Engines(count=3)
+    handles = engines.handles
+    engines.fleet = Fleet(handles, [{}] * 3, 1, engines.restart, engines.note, engines.end, together=1.0)
+    first, second, third = engines.services
+    late = [second, third]
+    monkeypatch.setattr(fleet_module.time, "sleep", lambda _: late.pop().die() if late else None)
+    first.die()
+    with pytest.raises(TooFewEngines, match="engine1"):
+        engines.fleet.poll()
+    assert engines.restarts == [] and [notice.split()[1] for notice in engines.notices] == [
+        "engine0",
+        "engine2",
+        "engine1",
+    ]
+
+
 def test_an_engine_that_never_starts_is_given_up() -> None:
     engines = Engines()
     for _ in range(MOST_STARTS + 1):
@@ -119,7 +166,36 @@ def test_an_engine_that_never_starts_is_given_up() -> None:
         engines.fleet.poll()
         engines.fleet.poll()
     assert engines.restarts == [1] * MOST_STARTS
-    assert "engine1 has died 3 times before it sampled, and does not restart" in engines.notices
+    (text,) = given_up(engines)
+    assert text.startswith("engine1 has died 3 times before it sampled, and does not restart; see its log. A restart")
+    assert commands_of(text) == [1, 2]
+    for number in commands_of(text):
+        engines.fleet.set_wanted(number)
+        engines.fleet.poll()
+    engines.load(1)
+    engines.update()
+    assert engines.restarts == [1] * (MOST_STARTS + 1) and engines.fleet.serving == [0, 1]
+
+
+def test_the_commands_that_start_engines_again_keep_the_least_number() -> None:
+    engines = Engines(count=3)
+    for engine in (1, 2):
+        for _ in range(MOST_STARTS + 1):
+            engines.services[engine].die()
+            engines.fleet.poll()
+    assert [commands_of(text) for text in given_up(engines)] == [[2, 3], [1, 3]]
+    engines.fleet.least = 2
+    assert commands_of(engines.fleet._given_up_text(2)) == [], "megarl engines would refuse 1"
+
+
+def given_up(engines: Engines) -> list[str]:
+    """Return the notices of engines that do not restart."""
+    return [text for text, event in zip(engines.notices, engines.events, strict=True) if event == "given_up"]
+
+
+def commands_of(text: str) -> list[int]:
+    """Return the numbers of engines of the commands in a notice."""
+    return [int(number) for number in re.findall(r"`megarl engines RUN_DIRECTORY (\d+)`", text)]
 
 
 def test_a_new_process_that_does_not_load_in_time_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,8 @@ def test_a_background_checkpoint_resumes_in_another_layout(whole: Path, quicksta
     notice_text = notices(whole)
     assert "step_000003 was still being written" in notice_text
     assert f"step_000004 is damaged and is skipped: trainer/{largest.name}" in notice_text
+    lines = [json.loads(line) for line in (whole / "notices.jsonl").read_text().splitlines()]
+    assert {line["level"] for line in lines if "is skipped" in line["text"]} == {"warning"}
     assert "another layout (processes 2 -> 1, expert_parallel 2 -> 1)" in notice_text
     assert "resumed after step 2" in notice_text
     assert checkpoints(whole) == ["discarded", *names(1, 2, 3, 4)]

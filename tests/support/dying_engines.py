@@ -69,7 +69,7 @@ class Engines:
         self.ended: list[int] = []  # engines that have left and lost their process
         descriptions = [{"receivers": number} for number in range(count)]
         limits = (load_limit, step_limit)
-        self.fleet = Fleet(self.handles, descriptions, least, self.restart, self.note, self.end, *limits)
+        self.fleet = Fleet(self.handles, descriptions, least, self.restart, self.note, self.end, *limits, together=0.0)
 
     def note(self, text: str, event: str | None) -> None:
         self.notices.append(text)

@@ -62,7 +62,7 @@ class ElasticEngines(Engines):
         for handle, service in zip(self.handles, self.services, strict=True):
             handle.service = service  # type: ignore[assignment]
         descriptions = [{"receivers": number} for number in range(count)]
-        self.fleet = Fleet(self.handles, descriptions, least, self.restart, self.note, self.end)
+        self.fleet = Fleet(self.handles, descriptions, least, self.restart, self.note, self.end, together=0.0)
         self.sampling: list[SamplingEngine] = [*self.fleet.engines]
         recipe = refreshing(ManualService(), **rollout).recipe
         prompts = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7))

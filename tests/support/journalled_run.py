@@ -261,6 +261,8 @@ def run_session(
     with log:
         for notice in place.notices:
             log.notice(notice)
+        for warning in place.warnings:
+            log.warn(warning)
         if outlived is not None:
             outlived.point, outlived.kept = point, True
         actor = ActorGroup(cast(Any, outlived or new_workers()), recipe)

@@ -71,7 +71,9 @@ def _start(address: str, seconds: float, reaper: OrphanReaper) -> tuple[Any, Kee
     nursery = ray.remote(Nursery).options(**options, runtime_env={"env_vars": reaper.env}).remote()
     ray_get(nursery.controller.remote())
     processes = tuple((each.name, each.process.pid, each.log) for each in ([] if address else private_processes()))
-    return nursery, KeeperAddress(context.gcs_address, namespace, reaper.mark, not address, processes, seconds)
+    return nursery, KeeperAddress(
+        context.gcs_address, namespace, reaper.mark, not address, processes, seconds, os.getpid()
+    )
 
 
 def _keep(nursery: Any, unattended: Unattended, *, private: bool) -> int:

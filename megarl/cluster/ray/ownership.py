@@ -95,7 +95,9 @@ class KeepersProcesses:
             raise ProcessFailure(
                 f"the process that keeps the workers (train.keep_workers) has ended: {error}"
             ) from error
-        self.watch = RayProcessWatch([KeepersRayProcess(*process) for process in self._keeper.processes])
+        self.watch = RayProcessWatch(
+            [KeepersRayProcess(*process, self._keeper.pid) for process in self._keeper.processes]
+        )
         self._actors, self._reservation = kept.actors, kept.reservation
         self._answers = {name: actor.release.remote() for name, actor in kept.actors.items()}
 

@@ -60,11 +60,15 @@ class RayProcess:
 
 @dataclass(frozen=True)
 class KeepersRayProcess:
-    """A process of Ray that the keeper has started (`megarl.cluster.keeper`): its exit status is not known here."""
+    """A process of Ray that the keeper has started (`megarl.cluster.keeper`): its exit status is not known here.
+
+    keeper: process id of the keeper, whose end ends this process, too.
+    """
 
     name: str
     pid: int
     log: str
+    keeper: int
 
     @property
     def place(self) -> ProcessInfo:
@@ -72,7 +76,14 @@ class KeepersRayProcess:
 
     def end(self) -> str | None:
         """Return how the process has ended; None while it runs."""
-        return None if process_fields(self.pid)[:1] not in ([], ["Z"]) else "its process has ended"
+        if not _has_ended(self.pid):
+            return None
+        keeper = f"the process that keeps the workers (train.keep_workers, pid {self.keeper})"
+        return f"{keeper} has ended, and this process too" if _has_ended(self.keeper) else "its process has ended"
+
+
+def _has_ended(pid: int) -> bool:
+    return process_fields(pid)[:1] in ([], ["Z"])
 
 
 def private_processes() -> list[RayProcess]:
@@ -122,7 +133,7 @@ class RayProcessWatch:
         for each in self._processes:
             cause = each.end()
             if cause is not None:
-                return Failure.death(each.place, f"{cause}. The run cannot continue without it")
+                return Failure.death(each.place, f"{cause}. All processes of the run end with it")
         try:
             self._stopped.check()
         except ServiceDied as error:

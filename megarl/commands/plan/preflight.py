@@ -86,7 +86,7 @@ def check_run(recipe: Recipe, result: Survey) -> None:
     with result.part("train.resume"):
         sizes = replace(recipe.train, verify_checkpoints="sizes")  # checksums would take long
         place = find_place(replace(recipe, train=sizes), identity)
-        for notice in place.notices:
+        for notice in [*place.warnings, *place.notices]:
             result.notice(notice)
         if place.state is not None:
             result.notice(f"The run would go on from {place.state}.")

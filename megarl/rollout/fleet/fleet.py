@@ -41,6 +41,7 @@ from megarl.weight_sync.session import WeightSyncError
 DEATH_SECONDS = (
     30.0  # time after an aborted update in which a death must show (a stopped process: 20 s); else it is an error
 )
+TOGETHER_SECONDS = 0.6  # after a death, before a restart: engines that die together are reported one after another
 MACHINE_SECONDS = 30.0  # between attempts to find a machine for an engine
 _POLL_SECONDS = 0.2
 # Causes of an engine that ends because the update does. With tensor parallelism vLLM names the error of a worker by its message alone.
@@ -60,11 +61,13 @@ class Fleet(ChangingFleet):
         end: Callable[[int], None],
         load_limit: float = math.inf,
         step_limit: float = 0.0,
+        together: float = TOGETHER_SECONDS,
     ) -> None:
         """descriptions: results of the engines' `start`. min_engines: `rollout.min_engines`. restart: kills an engine's
         process if it still runs, and starts a new one behind its handle; it appends the handle of an additional engine to `engines`.
         notice: receives messages for the user, with their event. end: ends the process of an engine that leaves, and frees its
-        devices. load_limit: seconds after which a new process that has not loaded counts as dead. step_limit: see `StepWatch`."""
+        devices. load_limit: seconds after which a new process that has not loaded counts as dead. step_limit: see `StepWatch`.
+        together: seconds after a death in which `poll` looks for other deaths before it restarts an engine."""
         super().__init__(engines, descriptions, min_engines, notice, end)
         self._restart = restart
         self._load_limit, self._load_began = load_limit, dict[int, float]()
@@ -72,6 +75,7 @@ class Fleet(ChangingFleet):
         self._loading: dict[int, Future[dict[str, Any]]] = {}
         self._no_machine_until: dict[int, float] = {}  # by engine: time of the next attempt to start it
         self._last_death: Failure | None = None
+        self._together, self._deaths_seen = together, 0  # by `poll`
         self._in_update = False
         self._updating: set[Member] = set()  # engines that take part in the update that runs
         self._interrupted = False  # one of them has failed, and no engine samples until the update is repeated
@@ -154,7 +158,7 @@ class Fleet(ChangingFleet):
 
         Raises TooFewEngines if fewer than `rollout.min_engines` are left.
         """
-        self._find_deaths()
+        self._find_deaths_together()
         self._find_hangs()
         with self.lock:
             self._read_loads()
@@ -317,17 +321,39 @@ class Fleet(ChangingFleet):
         serving = pluralize(len(self._states.serving), "engine")
         self._add_message(f"{failure}\n{serving} left that sample", "death")
         if engine not in self._states.due:
-            name = engine_name(engine)
-            text = f"{name} has died {MOST_STARTS} times before it sampled, and does not restart"
-            self._add_message(text, "warning")
+            self._add_message(self._given_up_text(engine), "given_up")
+
+    def _given_up_text(self, engine: int) -> str:
+        """Return the message of an engine that does not restart, with the commands that start it again."""
+        states, remedy = self._states, "A restart of the run starts it again"
+        fewer = states.wanted - sum(states.is_dead(each) and each not in states.due for each in states.staying)
+        if fewer >= self.least:
+            command = "`megarl engines RUN_DIRECTORY"
+            remedy += f", and so does {command} {fewer}` followed by {command} {states.wanted}`"
+        text = f"has died {MOST_STARTS} times before it sampled, and does not restart; see its log"
+        return f"{engine_name(engine)} {text}. {remedy}."
 
     def _find_deaths(self) -> None:
-        """Look at the processes, without the lock: Ray may need a thread that waits for it."""
-        failures = [handle.service.failure() for handle in list(self.engines)]
+        """Look at the processes that nothing has ended on purpose, without the lock: Ray may need a thread that waits for it."""
+        services = [handle.service for handle in list(self.engines)]
+        failures = [None if service.stopping else service.failure() for service in services]
         with self.lock:
             for engine, failure in enumerate(failures):
                 if failure is not None and not self._states.is_dead(engine):
                     self._die(engine, failure)
+
+    def _find_deaths_together(self) -> None:
+        """Find dead engines. After a death, look for others for a moment: none must restart for a run that ends, since the end
+        would wait for a process that starts."""
+        self._find_deaths()
+        if self._states.deaths == self._deaths_seen:
+            return
+        deadline = time.monotonic() + self._together
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            self._find_deaths()
+        with self.lock:
+            self._deaths_seen = self._states.deaths
 
     def _find_hangs(self) -> None:
         """Let engines that hang count as dead; their restart ends their processes."""
