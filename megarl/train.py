@@ -17,7 +17,6 @@ from megarl.checkpoint.next_commands import naming_checkpoint, print_end
 from megarl.cluster import is_controller, serve
 from megarl.errors import as_input_error
 from megarl.observe.log import RunLog
-from megarl.observe.restarts import restart_notices
 from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.environment import environment_notices
 from megarl.preflight.run_setup import prepare_run
@@ -37,19 +36,18 @@ def train(recipe: Recipe) -> Path:
         return Path(recipe.runs_dir) / recipe.name
     with as_input_error():
         setup = prepare_run(recipe)
-        recipe, directory = setup.recipe, setup.place.directory
-        place, steps = setup.place, recipe.train.steps
-        log = RunLog(recipe, directory, place.first_step, steps, place.trained_steps, setup.provenance)
+        recipe, place, directory = setup.recipe, setup.place, setup.place.directory
+        log = RunLog(recipe, directory, place.first_step, recipe.train.steps, place.trained_steps, setup.provenance)
     with naming_checkpoint(recipe, directory), log:  # in this order: closing the log may fail on a full disk
-        for notice in [*restart_notices(recipe.train), *setup.notices, *environment_notices(recipe, setup.platform)]:
+        for notice in [*setup.notices, *environment_notices(recipe, setup.platform)]:
             log.notice(notice)
-        for warning in setup.place.warnings:
+        for warning in place.warnings:
             log.warn(warning)
         with connected(recipe, setup.platform, demand_of(recipe)) as cluster:
             with log.phase("start"):
                 run = build_run(setup, cluster, log)
             with run.closing():
-                run_steps(run, setup.place.checkpoint, setup.place.journal)
+                run_steps(run, place.checkpoint, place.journal)
                 if run.exports_at_end:
                     with log.phase("export"):
                         with_trainers(run, run.last_step, lambda: run.export(directory.path / "hf"))

@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl import platform as platforms
 from megarl.checkpoint.identity import CONTENTS, data_digest, identity_of, saved_provenance
+from megarl.observe.restarts import restart_notices
 from megarl.preflight.data import Prepared
 from megarl.preflight.elastic import fit_to_devices
 from megarl.preflight.engines_and_devices import check_device
@@ -36,7 +37,7 @@ class RunSetup:
 
     @property
     def notices(self) -> list[str]:
-        return [*self.prepared.notices, *self.place.notices]
+        return [*restart_notices(self.recipe.train), *self.prepared.notices, *self.place.notices]
 
 
 def prepare_run(recipe: Recipe) -> RunSetup:
