@@ -337,7 +337,10 @@ def parity(hydra: str, verl: Path, script: Path) -> list[Difference] | str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(converted.text)
-        stand_in = stand_ins(flat_settings(converted.text))
+        flat = flat_settings(converted.text)
+        stand_in = stand_ins(
+            {**flat, **{f"reward.arguments.{name}": value for name, value in flat.get("reward.arguments", {}).items()}}
+        )
         recipe = flat_settings(to_yaml(load_recipe(path, [f"{key}={value}" for key, value in stand_in.items()])))
     recipe |= dict.fromkeys(stand_in, OPEN)
     script_options = {word.lstrip("+").partition("=")[0] for word in words}
