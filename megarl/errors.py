@@ -91,6 +91,11 @@ class Unavailable(RuntimeError):
     failures = 1  # failed attempts of the call
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line below the message of `error`, as ``BaseException.add_note``, which needs Python 3.11."""
+    error.__notes__ = [*getattr(error, "__notes__", ()), note]
+
+
 def block(**lines: str | None) -> str:
     """Format `lines` (label -> text) as the block of an error message. Empty texts are left out."""
     return "".join(f"\n  {label:<6} {text}" for label, text in lines.items() if text)

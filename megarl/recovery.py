@@ -19,7 +19,7 @@ from megarl.checkpoint.journal import JournalEntry
 from megarl.checkpoint.run_checkpoints import is_due
 from megarl.checkpoint.skipped_steps import Streak
 from megarl.cluster.failures import WorkerFailed
-from megarl.errors import ProcessFailure, SpoiledWeights, pluralize
+from megarl.errors import ProcessFailure, SpoiledWeights, add_note, pluralize
 from megarl.observe.metrics import STEP_SECONDS, read_metrics
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.source import Batch
@@ -194,8 +194,9 @@ def with_trainers(run: Run, trained: int, action: Callable[[], None]) -> None:
     failure = attempt(checked_action)
     while failure is not None:
         if not run.devices.outlives_trainers:
-            failure.add_note(
-                "Engines may have parts of the new weights, so the trainers do not start again; see rollout.min_engines."
+            add_note(
+                failure,
+                "Engines may have parts of the new weights, so the trainers do not start again; see rollout.min_engines.",
             )
             raise failure
         restarts.count(failure, trained)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints, resume_hint
 from megarl.checkpoint.journal import newest_step
-from megarl.errors import InputError, RecipeError, SpoiledWeights
+from megarl.errors import InputError, RecipeError, SpoiledWeights, add_note
 from megarl.observe.advice.advise import advice_lines
 from megarl.observe.restarts import restarts_by_command
 from megarl.observe.run_dir import RunDirectory
@@ -140,5 +140,5 @@ def naming_checkpoint(recipe: Recipe, directory: RunDirectory) -> Iterator[None]
             note = _resume_line(recipe.train, directory.checkpoints.absolute(), directory.journal)
         except OSError as problem:  # e.g. the disk failed
             note = f"The checkpoints could not be listed: {problem}"
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # add_note needs Python 3.11
+        add_note(error, note)
         raise

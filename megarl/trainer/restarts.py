@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megarl.cluster.failures import WorkerFailed
+from megarl.errors import add_note
 from megarl.types import Metrics
 
 
@@ -35,7 +36,7 @@ class TrainerRestarts:
                 f"The trainers do not start again: this is failure {self._in_a_row} without a new step, and "
                 f"train.trainer_restarts is {self.most}."
             )
-            error.__notes__ = [*getattr(error, "__notes__", ()), text]  # add_note needs Python 3.11
+            add_note(error, text)
             raise error
         self.restarts, self.newest_failure = self.restarts + 1, error
 
