@@ -128,9 +128,9 @@ def test_states_of_an_optimizer_on_the_host_name_its_setting(role: str) -> None:
 
 
 def test_weights_that_wait_for_requests_to_finish_are_on_the_host() -> None:
-    """Four engine ranks on the second machine; tables are derived on the device."""
+    """Four engine ranks on the second machine; each holds what an update brings."""
     apart = {"cluster__placement": "disaggregated", "megatron__offload": False, "rollout__max_staleness": 1.0}
-    engine = replace(ENGINE, weights=6 * GIB, tables=GIB, staged=5 * GIB)
+    engine = replace(ENGINE, received=5 * GIB)
     for rule, expected in (("finish", 4 * 5.0), ("refresh", None)):
         settings = recipe(**apart, rollout__at_update=rule)
         stages = [stage(0, HELD), stage(1, HELD)]
