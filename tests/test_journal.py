@@ -186,7 +186,7 @@ def test_no_group_is_lost_or_doubled_while_requests_go_on(rule: str, tmp_path: P
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(
     journal: bool, every: int, sign: str, tmp_path: Path
 ) -> None:
-    """As when their file system is not mounted: step 1 would replace the metrics, the journal and the samples."""
+    """Their file system may not be mounted. A start at step 1 would replace metrics, journal and samples."""
 
     def change(recipe: Recipe) -> None:
         recipe.train.journal, recipe.train.save_every = journal, every

@@ -14,10 +14,10 @@ from pathlib import Path
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
 from megarl.checkpoint.journal import newest_step
 from megarl.cluster import under_torchrun
-from megarl.cluster.failures import exit_cause, host_name
+from megarl.cluster.failures import ProcessInfo, WorkerFailed, exit_cause
 from megarl.cluster.keeper import Keepers
 from megarl.cluster.orphan_reaper import marked, sweep
-from megarl.cluster.sigstop_watch import LOOK_SECONDS, LOOKS, stopped_pids
+from megarl.cluster.sigstop_watch import LocalWatch
 from megarl.commands.child import STOPPED, run_child
 from megarl.observe.alerts import Alerts
 from megarl.observe.restarts import AFTER, REPORT, End, reporting_end, restarts_by_command
@@ -115,8 +115,8 @@ def _train_to_the_end(
 
 @dataclass(frozen=True)
 class Ended:
-    """A start that has ended: its exit status (negative: the number of a signal) and its report, if it wrote one. `stopped`: why it was
-    killed, "" if it was not."""
+    """A start that has ended: its exit status (negative: the number of a signal), its report, if it wrote one, and why it was killed by
+    `StopWatch`; "" if it was not."""
 
     status: int
     report: End | None
@@ -124,20 +124,19 @@ class Ended:
 
 
 class StopWatch:
-    """Notices a process of this machine that stays stopped (SIGSTOP, Ctrl-Z). Looks are counted, so that a pause of the whole job does
-    not count. `cause`: why it is lost."""
+    """Notices a controller that stays stopped (SIGSTOP, Ctrl-Z). `cause`: why it is lost; "" if it is not."""
 
     def __init__(self) -> None:
-        self.cause, self._looks = "", 0
+        self.cause = ""
+        self._watch: LocalWatch | None = None
 
     def __call__(self, pid: int) -> bool:
-        """Look at the process. Returns whether it has been stopped at `LOOKS` looks in a row."""
-        self._looks = self._looks + 1 if stopped_pids([pid]) else 0
-        if self._looks >= LOOKS:
-            self.cause = (
-                f"its process (pid {pid}) was stopped for {LOOKS * LOOK_SECONDS:.0f} s, as by SIGSTOP or Ctrl-Z, and was killed. "
-                f"Check what stops processes on {host_name()}."
-            )
+        """Look at the controller's process. Returns whether it is lost."""
+        self._watch = self._watch or LocalWatch([ProcessInfo("the controller", pid=pid)], "the run")
+        try:
+            self._watch.check()
+        except WorkerFailed as error:
+            self.cause = error.failure.cause
         return bool(self.cause)
 
 
@@ -183,9 +182,8 @@ def _run(command: Sequence[str], after: str, environment: Mapping[str, str]) -> 
         report = Path(folder) / "end.json"
         environ = {**environment, REPORT: str(report), AFTER: after, _MARK: mark}
         watch = StopWatch()
-        status = run_child(
-            command, environ, stop_seconds=None, is_lost=watch
-        )  # the child may save a checkpoint before its end
+        # No limit for its end: the child may save a checkpoint first.
+        status = run_child(command, environ, stop_seconds=None, is_lost=watch)
         _wait_for_processes(lambda: marked(mark, _MARK))
         sweep(mark, variable=_MARK)
         return Ended(status, End.read(report), watch.cause)

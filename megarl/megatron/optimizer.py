@@ -30,7 +30,7 @@ class StepOutcome(NamedTuple):
 
     @property
     def obstacle(self) -> str:
-        """Why the weights were not updated."""
+        """The reason why the weights were not updated."""
         return f"overflow at loss scale {self.loss_scale:g}" if self.overflowed else f"the gradient norm is {self.norm}"
 
     def metrics(self, role: str) -> dict[str, float]:

@@ -69,7 +69,7 @@ def meets(version: str | None, specifier: str) -> bool:
 def cuda_builds(
     version: Callable[[str], str | None] = version_of, architecture: str = platform.machine()
 ) -> dict[str, tuple[str, str]]:
-    """Return the problem and the remedy for each package that is built for CUDA beside a torch for CPUs.
+    """Return problem and remedy of each package that was built for CUDA, if the installed torch was built for CPUs.
 
     transformers and vLLM import these packages wherever they are installed, and then cannot be imported themselves. pip takes
     CUDA builds from PyPI, on x86_64. version: returns the version of a distribution, as `version_of`.

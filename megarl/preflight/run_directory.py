@@ -37,9 +37,7 @@ class RunPlace:
     identity: dict[str, Any]  # identity of the run's checkpoints; see megarl/checkpoint/identity.py
     notices: list[str]  # changed settings
     journal: JournalEntry | None = None  # after the checkpoint, or after the starting model
-    warnings: list[str] = field(
-        default_factory=list
-    )  # checkpoints and states of the journal that are skipped, with the reason
+    warnings: list[str] = field(default_factory=list)  # skipped checkpoints and states of the journal, with the reason
 
     @property
     def trained_steps(self) -> int:
@@ -101,7 +99,7 @@ def find_place(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
     if place.state is None:
         if recipe.train.resume == "auto" and (reason := _sign_of_checkpoints(directory)):
             problem = (
-                f"no checkpoint in {directory.checkpoints} can be used, and {directory.path} has had one: {reason}"
+                f"no checkpoint in {directory.checkpoints} can be used, and {directory.path} should have one: {reason}"
             )
             remedy = "restore it (is its file system mounted?), or name it in train.resume; to begin again, move the folder away or choose another name"
             raise NotHereError("train.resume", "; ".join([problem, *warnings]), remedy, value="auto")
@@ -143,7 +141,7 @@ def _sign_of_checkpoints(directory: RunDirectory) -> str:
                 return f"its journal begins at {base}"
     steps = max((int(line["step"]) for line in read_metrics(directory.metrics)), default=0)
     every = 0
-    with contextlib.suppress(OSError, yaml.YAMLError):  # without the settings of the last start there is no sign
+    with contextlib.suppress(OSError, yaml.YAMLError):  # the settings of the last start are unknown
         every = flat_settings(directory.recipe.read_text()).get("train.save_every", 0)
     return f"it has {steps} steps, and its last start saved every {every}" if 0 < 2 * every <= steps else ""
 

@@ -19,7 +19,7 @@ Event = Literal[
 """Events of a run that alerts may report; docs/alerts.md describes each."""
 EVENTS: tuple[Event, ...] = typing.get_args(Event)
 WARNINGS: frozenset[Event] = frozenset({"death", "given_up", "warning"})
-"""Events whose messages are always warnings, which the console shows in every mode."""
+"""Events that are reported as warnings: the console shows them in every mode."""
 
 
 @dataclass

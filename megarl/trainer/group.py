@@ -95,7 +95,9 @@ class TrainerGroup:
         The other ranks then fetch one object with the vectors that they need, instead of all groups that have a sample in the shard.
         Where data-parallel ranks have one rank, or the vectors come with the shards, it returns `shards`.
         """
-        if len(self.ranks) == len(shards) or all(isinstance(s.data, InlineData) for shard in shards for s in shard.samples):
+        if len(self.ranks) == len(shards) or all(
+            isinstance(s.data, InlineData) for shard in shards for s in shard.samples
+        ):
             return shards
         first = {rank["dp_rank"]: number for number, rank in reversed([*enumerate(self.ranks)])}
         calls = [

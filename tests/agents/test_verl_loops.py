@@ -89,7 +89,7 @@ def test_a_row_chooses_a_loop_of_a_file(tmp_path: Path) -> None:
 
 
 def test_a_turn_ends_at_a_stop_string(tmp_path: Path) -> None:
-    """Engines sample on, and what is behind the string is left out; the string may be in a later piece of a long turn."""
+    """Engines sample beyond the string, and the tokens after it are left out. In a long turn the string may be in a later piece."""
     file = tmp_path / "tools.yaml"
     file.write_text(yaml.safe_dump({"tools": [ENTRIES[0]]}))
     arguments = {

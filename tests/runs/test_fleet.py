@@ -99,7 +99,7 @@ def test_deaths_of_engines_change_no_number(
 
 
 def of_samples(line: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that do not count engines or what they receive and wait for."""
+    """Return the metrics without those that deaths of engines change."""
     return {name: value for name, value in line.items() if not name.startswith(OF_FAULTS)}
 
 

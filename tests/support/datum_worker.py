@@ -6,8 +6,6 @@ Usage, with the environment of torchrun: python -m tests.support.datum_worker CA
 from __future__ import annotations
 
 import json
-import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,13 @@ select("cpu").prepare()
 
 import torch.distributed as dist  # noqa: E402
 
-import megarl.trainer.worker as trainer_worker  # noqa: E402
 from megarl.algorithms.datum_losses import checked_loss  # noqa: E402
 from megarl.batching.datums import DatumScores  # noqa: E402
 from megarl.trainer.datums.group import DatumGroup  # noqa: E402
 from megarl.trainer.datums.worker import DatumWorker  # noqa: E402
 from tests.support.datum_cases import ADAM, AGAIN, PASSES, data_of, recipe_of  # noqa: E402
 from tests.support.held_out_worker import Ranks  # noqa: E402
-from tests.support.trainer_processes import forget_last_model  # noqa: E402
+from tests.support.trainer_processes import forget_last_model, serve_cases  # noqa: E402
 
 
 def run_case(case: dict[str, Any], directory: Path) -> None:
@@ -54,16 +51,5 @@ def plain(scores: DatumScores) -> dict[str, Any]:
     return {"loss": scores.loss, "log_probs": vectors}
 
 
-def main() -> None:
-    logging.disable(logging.WARNING)
-    cases, directory = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    dist.init_process_group("gloo")
-    trainer_worker.join_ranks = lambda *_: None  # one group serves all trainers of this process
-    for case in cases:
-        run_case(case, directory)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    serve_cases(run_case)

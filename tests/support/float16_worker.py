@@ -5,9 +5,6 @@ Usage, with the environment of torchrun: python -m tests.support.float16_worker 
 
 from __future__ import annotations
 
-import json
-import logging
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +15,6 @@ select("cpu").prepare()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-import megarl.trainer.worker as trainer_worker  # noqa: E402
 from megarl.batching.plan import plan_step  # noqa: E402
 from megarl.megatron.optimizer import loss_scale_of  # noqa: E402
 from megarl.trainer.actor import ActorWorker  # noqa: E402
@@ -26,7 +22,7 @@ from tests.support.invariance import Layout, batch, recipe_of  # noqa: E402
 from tests.support.megatron_checkpoints import save  # noqa: E402
 from tests.support.megatron_training import gradient_of, weights_of  # noqa: E402
 from tests.support.spikes_worker import state_of  # noqa: E402
-from tests.support.trainer_processes import forget_last_model  # noqa: E402
+from tests.support.trainer_processes import forget_last_model, serve_cases  # noqa: E402
 
 LARGE = 1e7  # factor of the advantages with which a gradient leaves float16's range at each loss scale above 1
 
@@ -104,16 +100,9 @@ def run_case(case: dict[str, Any], output: Path) -> dict[str, Any]:
     return results
 
 
-def main() -> None:
-    logging.disable(logging.WARNING)
-    cases, output = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    dist.init_process_group("gloo")
-    trainer_worker.join_ranks = lambda *_: None  # one group serves all trainers of this process
-    for case in cases:
-        torch.save(run_case(case, output), output / f"{case['name']}.{dist.get_rank()}")
-    dist.barrier()
-    dist.destroy_process_group()
+def save_results(case: dict[str, Any], directory: Path) -> None:
+    torch.save(run_case(case, directory), directory / f"{case['name']}.{dist.get_rank()}")
 
 
 if __name__ == "__main__":
-    main()
+    serve_cases(save_results)

@@ -6,8 +6,6 @@ Usage, with the environment of torchrun: python -m tests.support.held_out_worker
 from __future__ import annotations
 
 import json
-import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,13 @@ select("cpu").prepare()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-import megarl.trainer.worker as trainer_worker  # noqa: E402
 from megarl.algorithms.objective import needs_reference  # noqa: E402
 from megarl.rollout.source_dataset import DatasetSource  # noqa: E402
 from megarl.trainer.actor import ActorWorker  # noqa: E402
 from megarl.trainer.group import ActorGroup  # noqa: E402
 from megarl.trainer.held_out import HeldOut  # noqa: E402
 from tests.support.held_out import STEPS, recipe_of, rows  # noqa: E402
-from tests.support.trainer_processes import forget_last_model  # noqa: E402
+from tests.support.trainer_processes import forget_last_model, serve_cases  # noqa: E402
 
 
 class Ranks:
@@ -88,16 +85,5 @@ def train(case: dict[str, Any], ranks: Ranks, evaluates: bool, results: dict[str
     results["evaluated" if evaluates else "plain"] = kept
 
 
-def main() -> None:
-    logging.disable(logging.WARNING)
-    cases, directory = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    dist.init_process_group("gloo")
-    trainer_worker.join_ranks = lambda *_: None  # one group serves all trainers of this process
-    for case in cases:
-        run_case(case, directory)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    serve_cases(run_case)

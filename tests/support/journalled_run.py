@@ -57,9 +57,10 @@ class Killed(BaseException):
 
 
 class Death:
-    """Kills the controller at the call with this number, before or after its effect. Counts the calls: all, or those of `place`.
+    """Kills the controller at one of its calls, before or after its effect, and counts the calls.
 
-    How many groups arrive between two updates depends on threads, and so do the numbers of all calls; those of one `place` do not.
+    number: of the call among those of `place`; without `place`, among all calls. The number of all calls depends on threads, because
+    groups arrive at any time; the number of calls of one place does not.
     """
 
     def __init__(self, number: int | None = None, place: str | None = None) -> None:

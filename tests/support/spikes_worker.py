@@ -5,9 +5,6 @@ Usage, with the environment of torchrun: python -m tests.support.spikes_worker C
 
 from __future__ import annotations
 
-import json
-import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +15,11 @@ select("cpu").prepare()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-import megarl.trainer.worker as trainer_worker  # noqa: E402
 from megarl.batching.plan import plan_step  # noqa: E402
 from megarl.megatron.optimizer import inner_optimizers, members  # noqa: E402
 from megarl.trainer.actor import ActorWorker  # noqa: E402
 from tests.support.invariance import Layout, batch, recipe_of  # noqa: E402
-from tests.support.trainer_processes import forget_last_model  # noqa: E402
+from tests.support.trainer_processes import forget_last_model, serve_cases  # noqa: E402
 
 ENOUGH = 16  # norms from which on updates are judged
 LARGE = 1e4  # factor of the advantages of a spike, and so of its gradient
@@ -105,16 +101,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
-def main() -> None:
-    logging.disable(logging.WARNING)
-    cases, output = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    dist.init_process_group("gloo")
-    trainer_worker.join_ranks = lambda *_: None  # one group serves all trainers of this process
-    for case in cases:
-        torch.save(run_case(case), output / f"{case['name']}.{dist.get_rank()}")
-    dist.barrier()
-    dist.destroy_process_group()
+def save_results(case: dict[str, Any], directory: Path) -> None:
+    torch.save(run_case(case), directory / f"{case['name']}.{dist.get_rank()}")
 
 
 if __name__ == "__main__":
-    main()
+    serve_cases(save_results)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,22 @@ def run_cases(module: str, processes: int, cases: list[dict[str, Any]], director
         file = log.with_name(f"{log.name}.json")
         file.write_text(json.dumps(cases[first : first + CASES]))
         run_ranks(module, processes, [file, directory], log, timeout)
+
+
+def serve_cases(run: Callable[[dict[str, Any], Path], None]) -> None:
+    """Run each case in this process, which `run_cases` has started: `run(case, directory)`."""
+    import torch.distributed as dist
+
+    import megarl.trainer.worker as trainer_worker
+
+    logging.disable(logging.WARNING)
+    cases, directory = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    dist.init_process_group("gloo")
+    trainer_worker.join_ranks = lambda *_: None  # type: ignore[assignment]  # one group serves all trainers of this process
+    for case in cases:
+        run(case, directory)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def run_ranks(module: str, processes: int, arguments: list[Path], log: Path, timeout: float) -> None:

@@ -52,7 +52,7 @@ def update(norm: float, *, skipped: float = 0.0, overflow: float = 0.0, scale: f
 
 
 def test_overflows_are_counted_apart_and_do_not_end_a_run(tmp_path: Path) -> None:
-    """While the loss scale falls, steps without an update are no reason to stop. At the smallest scale they are."""
+    """Steps without an update end a run only when the loss scale cannot fall any more."""
     recipe = Recipe()
     recipe.train.stop_after_skipped, recipe.observe.tensorboard, recipe.observe.console = 2, False, "plain"
     with RunLog(recipe, tmp_path, 1, 9) as log:

@@ -69,11 +69,9 @@ class RayGroup:
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
         assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
         times, copies = Counter(id(args) for args in per_rank), dict[int, Any]()
-        for args in per_rank:
+        for args in per_rank:  # those of several ranks are serialised once; Ray passes their value to each
             if times[id(args)] > 1 and id(args) not in copies:
-                copies[id(args)] = ray.put(
-                    args
-                )  # serialised once for the ranks that share it; Ray passes them its value
+                copies[id(args)] = ray.put(args)
         calls = [
             actor.call.remote(method, copies.get(id(args), args))
             for actor, args in zip(self._actors, per_rank, strict=True)

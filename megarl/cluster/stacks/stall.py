@@ -89,8 +89,8 @@ def progress(before: GroupStacks, now: GroupStacks) -> bool:
     """Return whether any rank made progress between two looks.
 
     A rank that waits for an engine or a disk has another time limit, so it counts as progress while all ranks answer. If one does
-    not answer, the wait may be for that rank: in an update of the weights, engines need the slices of each trainer. The wait is a
-    loop, whose stack changes and which reads and writes, without progress.
+    not answer, the wait may be for that rank: in an update of the weights, engines need the slices of each trainer. Such a rank runs
+    a loop: its stack changes, and it reads and writes, although nothing progresses.
     """
     all_answer = not any(rank["problem"] for rank in now.stacks)
     return any(_moved(*ranks, all_answer) for ranks in zip(before.stacks, now.stacks, strict=True))

@@ -83,7 +83,7 @@ class TorchrunGroup:
     def run(self, messages: Sequence[ConstructMessage | CallMessage | None], doing: str) -> list[Any]:
         """Send each rank its message and return the values in rank order. `doing`: the call's name, for messages.
 
-        A rank whose message is None gets none; its value is None.
+        A rank with None as its message is not called, and its value is None.
         """
         watch, stall = (
             LocalWatch([rank.place for rank in self._ranks], doing),

@@ -48,7 +48,7 @@ def _check_installed() -> None:
 
 
 def check_model(config: Mapping[str, Any], tensor_parallel: int, *, spread: bool) -> None:
-    """Raise RecipeError for a model whose layers vLLM cannot hold in FP8, or with which updates are not tested.
+    """Raise RecipeError if vLLM cannot hold the model's layers in FP8, or if updates of such a model are untested.
 
     `config`: config.json. `spread`: each device has whole experts. The inputs of every product must divide into blocks on each
     device: kernels quantize the inputs of `BLOCK` columns together, and vLLM would pad experts, which updates do not fill.
@@ -69,13 +69,13 @@ def _unsupported(config: Mapping[str, Any], text: dict[str, Any]) -> str | None:
         "it is not tested with models that read images": "vision_config" in config,
         "it is not tested with sparse attention": bool(text.get("index_topk")),
         "it is not tested with linear attention": "linear_attention" in layer_kinds(text),
-        "it is not tested with gpt-oss, whose loader writes its experts directly": text.get("model_type") == "gpt_oss",
+        "it is not tested with gpt-oss: vLLM's loader writes the experts directly": text.get("model_type") == "gpt_oss",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _inputs(text: dict[str, Any], tensor_parallel: int, spread: bool) -> list[tuple[str, int, int]]:
-    """Return (name, columns, devices that share them) of the inputs of the model's products. 0: the model has no such one."""
+    """Return (name, columns, devices that share them) of the inputs of the model's products. columns: 0 if the model has no such input."""
     heads = text["num_attention_heads"]
     head = text.get("v_head_dim") or text.get("head_dim") or text["hidden_size"] // heads
     experts = number_of_experts(text)

@@ -145,7 +145,7 @@ def test_references_to_options_are_their_values(tmp_path: Path) -> None:
 
 
 def test_a_file_beside_the_script_counts_if_the_path_does_not_exist(tmp_path: Path) -> None:
-    """As of verl-recipe's deepeyes: BASEDIR=base_dir, which each user replaces. The longest common end counts."""
+    """As in verl-recipe's deepeyes, where each user replaces BASEDIR=base_dir. Of several folders the one with the longest common end is read."""
     write(tmp_path / "scripts" / "configs", "mine.yaml", MULTI_TURN)
     flags = "--config-path=base_dir/recipe/scripts/configs --config-name=mine"
     result = converted(tmp_path, flags)

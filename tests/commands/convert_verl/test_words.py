@@ -105,5 +105,5 @@ def test_sbatch_sets_variables() -> None:
     assert arguments(SLURM) == ["a=2", "b=4", "c=16", "d=none", "e=none"]
     assert arguments(SLURM, SLURM_GPUS_ON_NODE="6")[1] == "b=6"
     assert "line 4: SLURM_GPUS_ON_NODE=4, as sbatch sets it from #SBATCH --gres=gpu:h100:4,shard:2" in notes(SLURM)
-    assert arguments(SLURM.replace("--nodes=2", "--nodes=2-4"))[0] == "a=1", "a range is no number"
+    assert arguments(SLURM.replace("--nodes=2", "--nodes=2-4"))[0] == "a=1", "a range, not a number"
     assert arguments(SLURM.replace("--gres=gpu:h100:4,shard:2", "--gpus-per-node=h100:8"))[1::3] == ["b=8", "e=8"]

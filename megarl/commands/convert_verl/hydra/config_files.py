@@ -92,8 +92,8 @@ def _folders(flags: ConfigFlags, command: Command, context: ScriptContext) -> It
 
 
 def _beside_script(flags: ConfigFlags, context: ScriptContext) -> Iterator[Path]:
-    """Iterate over folders around the script with the end of the command's path: for BASE/recipe/x/config of a script in
-    recipe/x, the folder config beside it. The longest common end comes first."""
+    """Iterate over folders near the script whose path ends as the command's does: for BASE/recipe/x/config and a script in recipe/x, the
+    folder config beside the script. Folders with more equal parts come first."""
     script = Path(context.script).absolute().parent if context.script else None
     parts = Path(flags.folder or flags.path).parts
     if script:
