@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,8 +31,9 @@ def of_judge(data: Path, folder: Path) -> list[str]:
 
 
 def of_teacher(data: Path, folder: Path) -> list[str]:
+    shutil.copytree(data / "model", folder / "teacher_model")
     return [
-        "algorithm.reference=teacher", "algorithm.kl_coef=0.1", f"teacher.path={data}/model", "teacher.restarts=2",
+        "algorithm.reference=teacher", "algorithm.kl_coef=0.1", f"teacher.path={folder}/teacher_model", "teacher.restarts=2",
         "teacher.engine_args={kv_cache_memory_bytes: 67108864, max_num_seqs: 16}",
     ]  # fmt: skip
 
@@ -85,12 +87,9 @@ def test_an_engine_that_cannot_start_again_ends_the_run(
     role: str, settings: Callable[..., list[str]], started: Callable[..., Run], quickstart_data: Path, tmp_path: Path
 ) -> None:
     """Its model is gone."""
-    model = tmp_path / "model_of_the_engine"
-    model.symlink_to(quickstart_data / "model")
-    more = settings(quickstart_data, tmp_path)
-    run = started("broken", *more, f"{role}.path={model}")
+    run = started("broken", *settings(quickstart_data, tmp_path))
     run.wait_for_steps(1)
-    model.unlink()
+    shutil.rmtree(tmp_path / f"{role}_model")
     os.kill(pid_in_log(run.directory, f"{role}0"), signal.SIGKILL)
     status, errors = run.end(300)
     assert status == 1 and f"No engine of the {role} is left ({role}.restarts)" in errors and "Traceback" not in errors
