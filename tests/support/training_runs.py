@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from megarl.cluster.failures import HEADER
-from tests.support.stack import ROOT, command, environment, run
+from tests.support.stack import ROOT, command, environment, metrics, run
 
 TINY = [
     "data.prompts_per_step=4",
@@ -134,3 +134,12 @@ def lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def wait_for(run: Run, key: str, value: float) -> None:
+    """Wait until the last step has this metric."""
+    deadline = time.monotonic() + 300
+    while metrics(run.directory)[-1][key] != value:
+        assert run.process.poll() is None, run.process.communicate()[1]
+        assert time.monotonic() < deadline, f"{key} was not {value} in time"
+        time.sleep(0.1)
