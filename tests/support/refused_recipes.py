@@ -150,6 +150,7 @@ ENGINES = [
     bad("grpo_qwen3_8b_sglang", "cluster.placement=disaggregated rollout.max_staleness=1 rollout.at_update=finish", "rollout.at_update", "as they arrive"),
     bad(OFF, "rollout.at_update=drain rollout.window=0.5", "rollout.window", "admission order"),
     bad(OFF, "rollout.max_staleness=0.001", "rollout.max_staleness", "less than a prompt"),
+    bad(DENSE, "rollout.engine_args.speculative_config={method: deepseek_mtp, num_speculative_tokens: 1}", "rollout.engine_args.speculative_config.method", "random weights"),
     bad(DENSE, "rollout.engine_args.kv_offloading_size=4.0", "rollout.engine_args.kv_offloading_size", "survive updates"),
     bad(DENSE, "rollout.window=1.5", "rollout.window", "at most 1"),
     bad(DENSE, "rollout.dtype=fp8", "rollout.dtype", "bfloat16"),
