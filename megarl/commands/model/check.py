@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.errors import RecipeError
 from megarl.hf import hub, published, weights
-from megarl.hf.config import context_length, number_of_experts, text_fields
+from megarl.hf.config import context_length, experts_per_token, number_of_experts, text_fields
 from megarl.hf.families import FAMILIES, has_tower
 from megarl.hf.families.check import model_faults, size_faults
 from megarl.hf.linears import linears_of
@@ -98,7 +98,7 @@ def _facts(config: dict[str, Any], *, readable: bool) -> dict[str, str]:
             f"{text['num_attention_heads']} of queries, {text.get('num_key_value_heads') or 'as many'} of keys"
         )
     if number_of_experts(text):
-        facts["experts"] = f"{number_of_experts(text)} per layer, {text.get('num_experts_per_tok')} per token"
+        facts["experts"] = f"{number_of_experts(text)} per layer, {experts_per_token(text)} per token"
     length = context_length(config)
     facts["context"] = (
         f"{length:,} tokens" if length is not None else "the engine computes it (scaled rotary embeddings)"

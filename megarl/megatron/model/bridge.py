@@ -28,6 +28,7 @@ from megarl.hf.families.slices import ParameterShard, Stored, as_matrix, copy
 from megarl.hf.families.stacks import in_parameter_order, in_stored_order
 from megarl.megatron.model import gated_delta_net, post_norms, rotary_kinds, sparse_attention, wide_norms
 from megarl.megatron.model.tensor_reader import TensorReader
+from megarl.megatron.moe import biased_softmax
 
 _EXPERTS = ".mlp.experts.linear_fc"
 _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -232,6 +233,8 @@ class FamilyBridge(TableWeights, LLMBridge):
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
         spec = super()._get_transformer_layer_spec(vp_stage)
+        if self.family.biased_softmax:
+            biased_softmax.install(spec.layer_specs)
         if self.family.wide_norms:
             wide_norms.install(spec.layer_specs)
         if self.family.rotary_kinds:
