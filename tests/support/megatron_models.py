@@ -306,9 +306,9 @@ def write_model(name: str, directory: Path) -> Path:
                 parameter.normal_(0, 0.05)
         if name == "gpt_oss":
             gpt_oss_model.exceed_the_limit(model)
-        for key, buffer in model.named_buffers():
-            if "e_score" in key:
-                buffer.copy_(torch.randn_like(buffer) * 0.01)
+        for key, value in [*model.named_buffers(), *model.named_parameters()]:
+            if "e_score" in key:  # larger ones would leave some experts without a token
+                value.copy_(torch.randn_like(value) * 0.01)
     path = directory / name
     model.save_pretrained(path)
     if name == "kimi_k2":

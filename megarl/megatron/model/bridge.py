@@ -195,10 +195,11 @@ class TableWeights:
 class FamilyBridge(TableWeights, LLMBridge):
     """mbridge's bridge for text models of a family: it builds GPTModels from the family's settings."""
 
-    # The width of a dense layer, which a model of experts alone does not have.
+    # Fields that some models do not have: the width of a dense layer (experts alone), dropout (check.py refuses others than 0).
     _CONFIG_MAPPING: ClassVar[dict[str, Any]] = {
         **LLMBridge._CONFIG_MAPPING,
         "ffn_hidden_size": ("intermediate_size", None),
+        "attention_dropout": ("attention_dropout", 0.0),
     }
 
     def __init__(self, family: Family, hf_config: Any, **arguments: Any) -> None:
