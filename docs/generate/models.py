@@ -22,6 +22,7 @@ BEGIN, END = "<!-- generated: python -m docs.generate.models -->", "<!-- end -->
 KNOWN = {
     "deepseek_v3": ("DeepSeek-V3, DeepSeek-R1, Moonlight", ("deepseek_v3", "moonlight"), "deepseek_v3"),
     "deepseek_v32": ("DeepSeek-V3.2", ("deepseek_v32",), ""),
+    "ernie4_5_moe": ("ERNIE-4.5-21B-A3B, ERNIE-4.5-300B-A47B", ("ernie4_5_moe", "ernie4_5_moe_plain"), "ernie4_5_moe"),
     "gemma3": ("Gemma 3 4B, 12B, 27B, on text", ("gemma3",), ""),
     "gemma3_text": ("Gemma 3 270M, 1B", ("gemma3_text",), "gemma3_text"),
     "glm4_moe": ("GLM-4.5, GLM-4.6, GLM-4.7", ("glm4_moe", "glm4_moe_plain"), "glm4_moe"),

@@ -69,6 +69,11 @@ CASES = {
     "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": None}),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_MoeConfig",
+        {"moe_intermediate_size": 32, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
+    ),
     "gpt_oss": (
         "GptOssForCausalLM",
         "GptOssConfig",

@@ -15,9 +15,9 @@ _NORM_MIN = 1e-12  # least sum that divides routing weights
 
 
 def _sparse(config: Config, layer: int) -> bool:
-    first, last = config.get("moe_layer_start_index", 1), config.get("moe_layer_end_index", -1)
-    within = first <= layer <= (config["num_hidden_layers"] if last == -1 else last)
-    return within and (layer + 1) % config.get("moe_layer_interval", 1) == 0
+    first, last = config.get("moe_layer_start_index", 1), config.get("moe_layer_end_index")
+    within = first <= layer <= (config["num_hidden_layers"] if last in (None, -1) else last)
+    return within and (layer + 1) % (config.get("moe_layer_interval") or 1) == 0
 
 
 def _settings(config: Config) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _unsupported(config: Config) -> Refusals:
-    smallest, activation = config.get("moe_norm_min", _NORM_MIN), config.get("moe_gate_act", "softmax")
+    smallest, activation = config.get("moe_norm_min", _NORM_MIN), config.get("moe_gate_act") or "softmax"
     yield bool(config.get("use_bias")), "use_bias: true"
     yield smallest != _NORM_MIN, f"moe_norm_min: {smallest}, which vLLM does not apply"
     yield activation != "softmax", f"moe_gate_act: {activation}"
@@ -46,4 +46,5 @@ ERNIE4_5_MOE = Family(
     rotary=("default",),
     biased_softmax=True,
     carried=("model.mtp_",),
+    numbered_prediction=False,
 )

@@ -67,6 +67,8 @@ class Family:
     carried: tuple[str, ...] = ("mtp.",)
     """Prefixes of tensors that are not trained and are exported unchanged; so are layers beyond the last."""
 
+    numbered_prediction: bool = True  # layers of multi-token prediction are numbered after the last layer (DeepSeek-V3)
+
     alone: tuple[str, str] | None = None
     """`model_type` and class of the language model without a tower that is not trained: tiny copies are of this model."""
 

@@ -147,6 +147,7 @@ def test_weights_have_transformers_names_and_shapes(name: str, tmp_path: Path) -
         "Qwen3Config",
         "Qwen3MoeConfig",
         "DeepseekV3Config",
+        "Ernie4_5_MoeConfig",
         "Glm4MoeConfig",
         "MixtralConfig",
         "MiniMaxM2Config",
