@@ -31,7 +31,7 @@ KNOWN = {
     "gpt_oss": ("gpt-oss-20b, gpt-oss-120b", ("gpt_oss",), "gpt_oss"),
     "kimi_k2": ("Kimi-K2", ("kimi_k2",), "kimi_k2"),
     "llama": ("Llama 2, Llama 3", ("llama", "llama3"), "llama"),
-    "minimax_m2": ("MiniMax-M2", ("minimax_m2",), ""),
+    "minimax_m2": ("MiniMax-M2", ("minimax_m2",), "minimax_m2"),
     "mistral": ("Mistral", ("mistral",), "mistral"),
     "mixtral": ("Mixtral", ("mixtral",), "mixtral"),
     "olmoe": ("OLMoE-1B-7B", ("olmoe",), "olmoe"),
