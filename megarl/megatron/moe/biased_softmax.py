@@ -34,7 +34,9 @@ class BiasedSoftmaxRouter(TopKRouter):
         weights = scores.gather(1, chosen)
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=_SMALLEST)
         probs = torch.zeros_like(scores).scatter(1, chosen, weights).type_as(logits)
-        return probs, torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
+        choice = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
+        self._apply_expert_bias(choice)  # counts tokens, for moe_router_bias_update_rate
+        return probs, choice
 
     def _choose(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the numbers [tokens, topk] of each token's experts; recorded ones in a replay."""
