@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.data.tiny_model import make_tiny_model
+from megarl.commands.data.tiny_model import KINDS, make_tiny_model
 from megarl.rewards import ScoreRequest
 from tests.support.trainer_processes import run_ranks
 
@@ -36,9 +36,8 @@ _YARN = {
     "mscale_all_dim": 1.0,
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("qwen2", {}),
+    **{kind: (kind, {}) for kind in KINDS},
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 8}),
     "deepseek_v3": ("deepseek_v3", {**_GROUPED, "num_nextn_predict_layers": 1}),
     "deepseek_v3_yarn": ("deepseek_v3", {**_GROUPED, "rope_scaling": _YARN, "max_position_embeddings": 128}),
@@ -50,7 +49,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "initializer_range": 0.06},
     ),
-    "glm4_moe_lite": ("glm4_moe_lite", {}),
     "gpt_oss": ("gpt_oss", {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}),
     "kimi_k2": ("kimi_k2", {"rope_scaling": _YARN, "max_position_embeddings": 128}),
     "qwen3_next": (
@@ -58,7 +56,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "initializer_range": 0.04},
     ),
 }
-"""Kind of `make_tiny_model`, and configuration in addition to the tiny sizes, by model."""
+"""Kind of `make_tiny_model`, and configuration in addition to the tiny sizes, by model: every kind, with other sizes where the
+tiny ones use less of the architecture, and variants."""
 
 ONLY_BFLOAT16 = ("qwen3_next",)  # vLLM: "CPU GDN attention requires BF16"
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from megatron.core.transformer.moe.router import TopKRouter
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 
 from megarl.megatron import current_batch
@@ -52,6 +53,12 @@ def test_weights_choice_and_gradients_are_transformers(gate: Ernie4_5_MoeTopKRou
     torch.testing.assert_close(matrix.grad, gate.weight.grad)
     assert not torch.equal(chosen.sort().values, (hidden @ matrix.T).topk(CHOSEN).indices.sort().values), "bias unused"
     assert torch.equal(router.local_tokens_per_expert, choice.float().sum(0))
+
+
+def test_the_fused_router_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TopKRouter, "__init__", lambda self, config: None)
+    with pytest.raises(ValueError, match=r"megatron\.extra\.moe_router_fusion=true.*Leave it out"):
+        BiasedSoftmaxRouter(SimpleNamespace(moe_router_fusion=True))
 
 
 def test_recorded_choices_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:

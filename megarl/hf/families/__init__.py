@@ -88,6 +88,12 @@ def has_indexer(hf_config: dict[str, Any]) -> bool:
     return family is not None and bool(family.indexer)
 
 
+def has_biased_softmax(hf_config: dict[str, Any]) -> bool:
+    """Return whether the model's experts are scored by a softmax and chosen with a bias."""
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    return family is not None and family.biased_softmax
+
+
 def has_windows(hf_config: dict[str, Any]) -> bool:
     """Return whether some of the model's layers have a sliding window."""
     family = FAMILIES.get(hf_config.get("model_type", ""))

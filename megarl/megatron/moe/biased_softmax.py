@@ -19,7 +19,15 @@ class BiasedSoftmaxRouter(TopKRouter):
     divided by their sum."""
 
     def __init__(self, config: Any, *arguments: Any, **more: Any) -> None:
-        """`config`: TransformerConfig with a sigmoid and a bias, which make Megatron's router hold the bias."""
+        """`config`: TransformerConfig with a sigmoid and a bias, which make Megatron's router hold the bias.
+
+        Raises ValueError for Megatron's fused router, which this one replaces.
+        """
+        if config.moe_router_fusion:
+            raise ValueError(
+                "megatron.extra.moe_router_fusion=true: the fused router has no softmax with a bias, which this model's "
+                "experts are chosen by. Leave it out."
+            )
         super().__init__(config, *arguments, **more)
         self.score_function = "softmax"  # of the balance loss too: router_losses.py
 
