@@ -41,10 +41,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"num_experts": 8}),
     "deepseek_v3": ("deepseek_v3", {**_GROUPED, "num_nextn_predict_layers": 1}),
     "deepseek_v3_yarn": ("deepseek_v3", {**_GROUPED, "rope_scaling": _YARN, "max_position_embeddings": 128}),
-    **{
-        kind: (kind, {})
-        for kind in ("ernie4_5_moe", "glm4_moe", "llama", "minimax_m2", "mistral", "mixtral", "olmoe", "qwen2_moe")
-    },
     "gemma3_text": (
         "gemma3_text",
         {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "initializer_range": 0.06},
