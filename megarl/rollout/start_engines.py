@@ -23,7 +23,7 @@ from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.environment import variables
 from megarl.recipe.observe import trace_options
 from megarl.recipe.schema import ClusterConfig, Recipe, RolloutConfig
-from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle
+from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle, load_group
 from megarl.rollout.tape import RunTape
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
@@ -103,21 +103,11 @@ def start_engine(
 
 
 def load_engines(rollout: RolloutConfig, engines: Sequence[EngineHandle]) -> list[Future[dict[str, Any]]]:
-    """Start loading the policy's engines; the results are their descriptions.
-
-    `rollout.data_parallel` consecutive engines form a group. Its members start once its first engine has opened the
-    group's rendezvous.
-    """
+    """Start loading the policy's engines; the results are their descriptions. `rollout.data_parallel` consecutive engines form a
+    group."""
     size = rollout.data_parallel
-    if size == 1:
-        return [engine.start() for engine in engines]
-    firsts = engines[::size]
-    opening = [first.open_rendezvous() for first in firsts]
-    group_ranks = wait_for_start(firsts, opening, doing="open its group's rendezvous", limit=rollout.start_timeout)
-    return [
-        engine.start(replace(group_ranks[number // size], rank=number % size, size=size))
-        for number, engine in enumerate(engines)
-    ]
+    groups = [engines[first : first + size] for first in range(0, len(engines), size)]
+    return [load for group in groups for load in load_group(group)]
 
 
 def wait_for_start(
@@ -151,16 +141,42 @@ def wait_until_asleep(
 def start_teacher(recipe: Recipe, platform: Any, cluster: Cluster) -> list[TeacherHandle]:
     """Start the engines of all teachers. Call it after `start_engines`: the cluster assigns devices to policy, teacher, judge
     in this order."""
-    engine, specs = recipe.teacher.engine, teacher_specs(recipe)
-    return [TeacherHandle(_start(TEACHER_SERVER, engine, spec, (), recipe, platform, cluster)) for spec in specs]
+    return [TeacherHandle(_start_teacher(recipe, platform, cluster, spec)) for spec in teacher_specs(recipe)]
+
+
+def restart_teacher(recipe: Recipe, platform: Any, cluster: Cluster, engine: TeacherHandle) -> None:
+    """Start a new process of a teacher's engine on the devices of the old one, which is ended."""
+    spec = next(spec for spec in teacher_specs(recipe) if spec.name == engine.name)
+    engine.service = _start_teacher(recipe, platform, cluster, spec, engine.service)
 
 
 def start_judge(recipe: Recipe, platform: Any, cluster: Cluster) -> list[JudgeHandle]:
     """Start the judge's engines; none if no reward uses the judge, and in a replay."""
+    names = [f"judge{number}" for number in range(recipe.judge.engines if recipe.asks_judge else 0)]
+    return [JudgeHandle(_start_judge(recipe, platform, cluster, name)) for name in names]
+
+
+def restart_judge(recipe: Recipe, platform: Any, cluster: Cluster, engine: JudgeHandle) -> None:
+    """Start a new process of a judge's engine on the devices of the old one, which is ended."""
+    engine.service = _start_judge(recipe, platform, cluster, engine.name, engine.service)
+
+
+def _start_teacher(
+    recipe: Recipe, platform: Any, cluster: Cluster, spec: EngineSpec, replaces: Service | None = None
+) -> Service:
+    engine, essential = recipe.teacher.engine, recipe.teacher.restarts == 0
+    return _start(TEACHER_SERVER, engine, spec, (), recipe, platform, cluster, replaces=replaces, essential=essential)
+
+
+def _start_judge(
+    recipe: Recipe, platform: Any, cluster: Cluster, name: str, replaces: Service | None = None
+) -> Service:
     judge = recipe.judge
-    specs = [judge_spec(recipe, f"judge{number}") for number in range(judge.engines if recipe.asks_judge else 0)]
-    args = (judge, recipe.train.seed if samples_are_seeded(recipe) else None)
-    return [JudgeHandle(_start(JUDGE_SERVER, judge.engine, spec, args, recipe, platform, cluster)) for spec in specs]
+    args, essential = (judge, recipe.train.seed if samples_are_seeded(recipe) else None), judge.restarts == 0
+    spec = judge_spec(recipe, name)
+    return _start(
+        JUDGE_SERVER, judge.engine, spec, args, recipe, platform, cluster, replaces=replaces, essential=essential
+    )
 
 
 def _start(

@@ -132,7 +132,7 @@ ENGINES = [
     bad(OFF, "train.keep_workers=60 train.restarts=3 train.journal=true train.save_every=5 cluster.transport=torchrun", "train.keep_workers", "start the run without torchrun"),
     bad(OFF, "train.keep_workers=60 train.restarts=3 train.journal=true train.save_every=5 cluster.elastic=true", "train.keep_workers", "leave one of the two out"),
     bad(OFF, "train.keep_workers=60 train.restarts=3 train.journal=true train.save_every=5 megatron.offload=true", "train.keep_workers", "set megatron.offload=false"),
-    bad(OFF, "rollout.engines=4 rollout.min_engines=2 rollout.data_parallel=2", "rollout.min_engines", "none can go on alone"),
+    bad(OFF, "rollout.engines=4 rollout.min_engines=3 rollout.data_parallel=2", "rollout.min_engines", "in groups of 2 (rollout.data_parallel), which end together, each death would leave fewer. set it to 2 at most"),
     bad(OFF, "rollout.engines=4 rollout.min_engines=2 rollout.at_update=finish", "rollout.min_engines", "keep or drain"),
     bad(OFF, "rollout.engines=4 rollout.min_engines=2 train.deterministic=true", "rollout.min_engines", "would not repeat"),
     bad(OFF, "rollout.refresh_after=2 rollout.at_update=refresh", "rollout.refresh_after", "rule is refresh"),
