@@ -76,7 +76,12 @@ def test_the_code_of_an_unknown_family(monkeypatch: pytest.MonkeyPatch, tmp_path
     """The hints name the files to compare, and separate fields that the code reads. Here: ERNIE 4.5, as if it were unknown."""
     monkeypatch.delitem(FAMILIES, "ernie4_5_moe")
     monkeypatch.setattr(published, "names", lambda: ["Qwen3-8B"])
-    fields = {"model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"], "moe_k": 6, "moe_gate": "topk"}
+    fields = {
+        "model_type": "ernie4_5_moe",
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "moe_k": 6,
+        "moe_gate": "topk",
+    }
     text = "\n".join(new_family.hints(fields))
     assert re.search(r"transformers: \S+/models/ernie4_5_moe$", text, re.MULTILINE)
     assert re.search(r"vLLM: \S+/ernie45_moe\.py$", text, re.MULTILINE)
