@@ -46,7 +46,7 @@ def copy(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[
 
 def one_row(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:
     """Store a vector that every rank has whole as a matrix of one row."""
-    return [Stored((1, *shape), [(0, 0, 1, *shape, 0, *shape)])]
+    return [Stored((1, shape[0]), [(0, 0, 1, shape[0], 0, shape[0])])]
 
 
 def vocabulary(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:
