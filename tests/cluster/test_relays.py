@@ -60,7 +60,6 @@ def test_results_by_rank_and_ends(start):
         ("Reducer", "raise_in_collective", (2,), r"trainer rank 2 on .* failed: ValueError: this rank has had enough"),
         ("Echo", "raise_on", (0, "no luck"), r"trainer rank 0 on .* failed: ValueError: no luck"),
         ("Echo", "raise_everywhere", (), r"ValueError: all(.|\n)*2 other ranks failed alike"),
-        ("Echo", "unpicklable", (), r"trainer rank \d on .* failed: "),
     ],
 )
 def test_the_rank_that_failed_is_named_within_seconds(start, worker, method, arguments, message):
@@ -96,7 +95,9 @@ def test_a_relay_that_dies_is_named(start, idle):
     cluster, group, pids = start("Echo")
     relays = relay_pids(group)
     os.kill(relays[0], signal.SIGKILL)
-    with pytest.raises(WorkerFailed, match=r"relay of trainer ranks 0 to 1 on .* died: its process ended"):
+    with pytest.raises(
+        WorkerFailed, match=rf"relay of trainer ranks 0-1 on .* \(pid {relays[0]}\) died: its process ended"
+    ):
         for _ in range(10):
             if idle:
                 cluster.check()
@@ -114,3 +115,17 @@ def test_a_rank_that_dies_with_its_relay_is_named(start):
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerFailed, match=rf"trainer rank 1 on .* \(pid {pids[1]}\) died"):
         group.call("sleep", 1.0)
+
+
+def test_a_relay_that_is_stopped_is_named(start, monkeypatch):
+    from megarl.cluster import sigstop_watch
+
+    monkeypatch.setattr(sigstop_watch, "LOOK_SECONDS", 0.3)
+    _, group, pids = start("Echo")
+    relays = relay_pids(group)
+    os.kill(relays[1], signal.SIGSTOP)
+    with pytest.raises(
+        WorkerFailed, match=rf"relay of trainer rank 2 on .* \(pid {relays[1]}\) failed: .* stopped for 3 s"
+    ):
+        group.call("identify")
+    assert wait_until(lambda: not any(map(alive, pids + relays)), 5)

@@ -171,7 +171,10 @@ class RayGroup:
 
     def _wait_watched(self, calls: Calls, doing: str, called: Collection[int] | None = None) -> list[Any]:
         """Run `_wait` with the watches of stopped processes and of progress. `doing`: the call's name, for messages."""
-        watch, stall = RayWatch(self._places, self.nodes, doing), StallWatch(self.stacks, self._cluster.stall)
+        relays = self._relays.processes() if self._relays is not None else []
+        places = self._places + [place for place, _ in relays]
+        watch = RayWatch(places, self.nodes + [node for _, node in relays], doing)
+        stall = StallWatch(self.stacks, self._cluster.stall)
 
         def check() -> None:
             self._cluster.check_services()

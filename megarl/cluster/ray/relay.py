@@ -6,9 +6,11 @@ calls the relays, and they call the ranks. Call `ray.env.prepare` before importi
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import ray
@@ -18,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.cluster.failures import COMMUNICATION_GRACE, Failure, ProcessInfo, Raised, Returned
 from megarl.cluster.ray.failures import death_cause
 from megarl.cluster.ray.signals import ray_get, ray_wait
+from megarl.cluster.stacks.report import _ranks
 
 DIRECT_RANKS = 32  # the most ranks of a group without relays
 RANKS = 16  # the most ranks of a relay
@@ -64,6 +67,10 @@ class RelayActor:
         self._ranks, self._actors, self._places = ranks, actors, dict(zip(ranks, places, strict=True))
         self._pending: dict[Any, int] = {}  # rank by reference of its call
 
+    def pid(self) -> int:
+        """Return the process id."""
+        return os.getpid()
+
     def call(self, method: str, arguments: Sequence[Any]) -> list[tuple[int, Outcome]]:
         """Run ``method(*arguments[i])`` on the i-th rank, and `outcomes`. An entry may be a reference to the arguments."""
         calls = [actor.call.remote(method, args) for actor, args in zip(self._actors, arguments, strict=True)]
@@ -94,15 +101,24 @@ class RelayActor:
 _RELAY = ray.remote(num_cpus=0, max_restarts=0)(RelayActor)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Relay:
-    """A relay as the controller sees it. actors, places: of its `ranks`."""
+    """A relay as the controller sees it. node: Ray's. pid: reference of its process id. actors, places: of its `ranks`."""
 
     actor: Any
-    place: ProcessInfo
+    place: ProcessInfo  # without a process id until `locate` has read it
+    node: str
+    pid: Any
     ranks: list[int]
     actors: list[Any]
     places: list[ProcessInfo]
+
+    def locate(self) -> ProcessInfo:
+        """Return `place`, with the process id if the process has started. Does not wait."""
+        if not self.place.pid and ray_wait([self.pid], timeout=0)[0]:
+            with contextlib.suppress(RayError):  # it has died: the next call fails with the cause
+                self.place = replace(self.place, pid=ray_get(self.pid))
+        return self.place
 
 
 class Relays:
@@ -117,12 +133,16 @@ class Relays:
             for begin in range(0, len(here), RANKS):
                 ranks = here[begin : begin + RANKS]
                 own, of_own = [actors[rank] for rank in ranks], [places[rank] for rank in ranks]
-                relay = _RELAY.options(
+                actor = _RELAY.options(
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
                     runtime_env={"env_vars": env},
                 ).remote(ranks, own, of_own)
-                place = ProcessInfo(f"relay of {name} ranks {ranks[0]} to {ranks[-1]}", places[ranks[0]].host)
-                self._relays.append(Relay(relay, place, ranks, own, of_own))
+                place = ProcessInfo(f"relay of {name} {_ranks(ranks)}", places[ranks[0]].host)
+                self._relays.append(Relay(actor, place, node, actor.pid.remote(), ranks, own, of_own))
+
+    def processes(self) -> list[tuple[ProcessInfo, str]]:
+        """Return the place and node of each relay that has started. Does not wait."""
+        return [(relay.place, relay.node) for relay in self._relays if relay.locate().pid]
 
     def call(self, method: str, arguments: Sequence[Any]) -> RelayedCalls:
         """Run ``method(*arguments[r])`` on each rank r. An entry may be a reference to the arguments."""
@@ -172,7 +192,7 @@ def _failures_without(relay: Relay, error: RayError) -> list[tuple[int, Outcome]
     outcomes = [(rank, outcome_of(place, ref)) for ref, (rank, place) in places.items() if ref in ready]
     failures: list[tuple[int, Outcome]] = [each for each in outcomes if isinstance(each[1], Failure)]
     if isinstance(error, RayActorError):
-        failure = Failure.death(relay.place, death_cause(error))
+        failure = Failure.death(relay.locate(), death_cause(error))
     else:
-        failure = Failure.raised(relay.place, Raised.of(error))
+        failure = Failure.raised(relay.locate(), Raised.of(error))
     return failures or [(relay.ranks[0], failure)]
