@@ -110,7 +110,7 @@ def cpu_seconds(cluster: Any, group: Any, engine: Any, options: argparse.Namespa
     shards = shards_of(data, options.group, options.tokens, group.size // WIDTH, seed)
     seconds["load shards"] = cpu_of(lambda: trainers.load_shards(shards))
     assert group.call("loaded_tokens") == [SAMPLES_OF_RANK * options.tokens] * group.size
-    calls = 5
+    calls = 20
     seconds["one call"] = cpu_of(lambda: [group.call("update_actor", 0.1, None) for _ in range(calls)]) / calls
     seconds["one check"] = cpu_of(lambda: [group.check() for _ in range(calls)]) / calls
     return seconds
@@ -149,9 +149,9 @@ def measure(options: argparse.Namespace) -> dict[tuple[bool, int], dict[str, flo
     }
 
 
-def step_seconds(seconds: dict[str, float], calls: int) -> float:
-    """Return the CPU seconds of a step with `calls` calls after the shards are loaded."""
-    return seconds["collect all groups"] + seconds["load shards"] + calls * seconds["one call"]
+def step_seconds(seconds: dict[str, float], collect: float, calls: int) -> float:
+    """Return the CPU seconds of a step with `calls` calls after the shards are loaded. collect: seconds for all groups."""
+    return collect + seconds["load shards"] + calls * seconds["one call"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -168,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measured = measure(options)
     print(f"Load of the machine: {load:.1f} before, {os.getloadavg()[0]:.1f} after, {os.cpu_count()} cores\n")
     names = list(measured[False, options.ranks[0]])
+    grows = names[1:]  # with the ranks; groups are collected alike for any number of them
     at: dict[bool, dict[str, float]] = {}
     print("| calls | ranks |", " | ".join(names), "|")
     print("|---|---|", "---|" * len(names), sep="")
@@ -175,17 +176,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for ranks in options.ranks:
             print(f"| {label} | {ranks} |", " | ".join(f"{measured[relayed, ranks][name]:.3f}" for name in names), "|")
         if len(options.ranks) > 1:
-            lines = {n: np.polyfit(options.ranks, [measured[relayed, r][n] for r in options.ranks], 1) for n in names}
-            at[relayed] = {name: float(np.polyval(lines[name], options.target)) for name in names}
-            print(f"| {label}: ms per rank | |", " | ".join(f"{1e3 * lines[name][0]:.2f}" for name in names), "|")
-            print(
-                f"| {label}: by the line | {options.target:,} |",
-                " | ".join(f"{v:.2f}" for v in at[relayed].values()),
-                "|",
-            )
+            lines = {n: np.polyfit(options.ranks, [measured[relayed, r][n] for r in options.ranks], 1) for n in grows}
+            at[relayed] = {name: float(np.polyval(lines[name], options.target)) for name in grows}
+            print(f"| {label}: ms per rank | | |", " | ".join(f"{1e3 * lines[name][0]:.2f}" for name in grows), "|")
+            values = " | ".join(f"{at[relayed][name]:.2f}" for name in grows)
+            print(f"| {label}: by the line | {options.target:,} | |", values, "|")
     if at:
-        print("| relays / direct | |", " | ".join(f"{at[True][name] / at[False][name]:.2f}" for name in names), "|")
-        direct, relayed_ = (step_seconds(at[case], options.calls) for case in (False, True))
+        print("| relays / direct | | |", " | ".join(f"{at[True][name] / at[False][name]:.2f}" for name in grows), "|")
+        collect = statistics.median(seconds["collect all groups"] for seconds in measured.values())
+        direct, relayed_ = (step_seconds(at[case], collect, options.calls) for case in (False, True))
         print(
             f"\nA step with {options.calls} further calls at {options.target:,} ranks: ratio {relayed_ / direct:.2f}, "
             f"{direct:.2f} s with direct calls, {relayed_:.2f} s with relays"
