@@ -81,7 +81,7 @@ def shards_of(data: Sequence[DataRef], group: int, tokens: int, count: int, seed
 
 
 def first_ranks(group: Any, size: int) -> Any:
-    """Return a group of the first `size` processes of `group`. It has relays of its own."""
+    """Return a group of the first `size` processes of `group`. Each group has separate relays."""
     return type(group)(group._cluster, "trainer", group._actors[:size], group._places[:size], group.nodes[:size])
 
 

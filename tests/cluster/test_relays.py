@@ -1,4 +1,4 @@
-"""Groups whose calls relays pass on: the same results and failures as of direct calls."""
+"""Calls through relays have the results and failures of direct calls."""
 
 import os
 import signal
@@ -108,7 +108,7 @@ def test_a_relay_that_dies_is_named(start, idle):
 
 
 def test_a_rank_that_dies_with_its_relay_is_named(start):
-    """As all processes of a machine that is lost."""
+    """The loss of a machine ends all its processes."""
     _, group, pids = start("Echo")
     relays = relay_pids(group)
     os.kill(relays[0], signal.SIGKILL)

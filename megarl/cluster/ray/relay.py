@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.cluster.failures import COMMUNICATION_GRACE, Failure, ProcessInfo, Raised, Returned
 from megarl.cluster.ray.failures import death_cause
 from megarl.cluster.ray.signals import ray_get, ray_wait
-from megarl.cluster.stacks.report import _ranks
+from megarl.cluster.stacks.report import format_ranks
 
 DIRECT_RANKS = 32  # the most ranks of a group without relays
 RANKS = 16  # the most ranks of a relay
@@ -33,7 +33,7 @@ class Calls(Protocol):
     """One call of each of several ranks."""
 
     def poll(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Outcome]]:
-        """Wait for `ranks`, at most `seconds`. Returns the outcomes of those that have ended. Pass a rank until it has ended."""
+        """Wait for `ranks`, at most `seconds`. Returns the new outcomes. Each poll needs all ranks whose call has not ended."""
         ...
 
 
@@ -132,13 +132,13 @@ class Relays:
             here = [rank for rank, home in enumerate(nodes) if home == node]
             for begin in range(0, len(here), RANKS):
                 ranks = here[begin : begin + RANKS]
-                own, of_own = [actors[rank] for rank in ranks], [places[rank] for rank in ranks]
+                here_actors, here_places = [actors[rank] for rank in ranks], [places[rank] for rank in ranks]
                 actor = _RELAY.options(
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
                     runtime_env={"env_vars": env},
-                ).remote(ranks, own, of_own)
-                place = ProcessInfo(f"relay of {name} {_ranks(ranks)}", places[ranks[0]].host)
-                self._relays.append(Relay(actor, place, node, actor.pid.remote(), ranks, own, of_own))
+                ).remote(ranks, here_actors, here_places)
+                place = ProcessInfo(f"relay of {name} {format_ranks(ranks)}", places[ranks[0]].host)
+                self._relays.append(Relay(actor, place, node, actor.pid.remote(), ranks, here_actors, here_places))
 
     def processes(self) -> list[tuple[ProcessInfo, str]]:
         """Return the place and node of each relay that has started. Does not wait."""
@@ -185,7 +185,7 @@ class RelayedCalls:
 
 
 def _failures_without(relay: Relay, error: RayError) -> list[tuple[int, Outcome]]:
-    """Return the failures of the ranks of a relay that has failed: those that have died, too, or else the relay's own."""
+    """Return the failures of a relay's ranks after the relay has failed; the relay's failure if all its ranks are alive."""
     pings = [actor.ping.remote() for actor in relay.actors]
     ready, _ = ray_wait(pings, num_returns=len(pings), timeout=COMMUNICATION_GRACE)
     places = dict(zip(pings, zip(relay.ranks, relay.places, strict=True), strict=True))
