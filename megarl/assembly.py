@@ -56,6 +56,7 @@ from megarl.rollout.tape import ReplayPlan
 from megarl.rollout.teacher.scoring import Teacher
 from megarl.trainer.group import ActorGroup, CriticGroup
 from megarl.trainer.held_out import HeldOut
+from megarl.trainer.kept import not_taken_text
 from megarl.trainer.machine_load import MachineLoads
 from megarl.trainer.repeatable_steps import RepeatableSteps, keep_steps
 from megarl.trainer.restarts import TrainerRestarts
@@ -288,7 +289,7 @@ def _start_processes(setup: RunSetup, cluster: Cluster, log: RunLog) -> Started:
     learners = Learners.start(recipe, cluster, platform.name, folder.path, flops, critic_flops, setup.place.resumes)
     log.reached("trainers have the model")
     if cluster.not_taken:
-        log.warn(f"Workers of the previous controller, in whose place others start: {'; '.join(cluster.not_taken)}")
+        log.warn(not_taken_text(cluster.not_taken, [engine.service.kept for engine in engines]))
     descriptions = descriptions or wait_for_start(engines, loading, doing="load", limit=limit)
     wait_for_start(fixed, loading_fixed, doing="load", limit=limit)
     log.reached("engines and all other processes are ready" if rollout else "all processes are ready")

@@ -35,12 +35,19 @@ def process_fields(pid: int) -> list[str]:
 
 class StopDetector:
     """Counts consecutive looks at which a process was stopped, during one call. `doing`: the call's name, for messages.
-    `error`: raised for a stopped process."""
+    `error`: raised for a stopped process. `before`: detector of some of these processes, whose counts go on."""
 
-    def __init__(self, places: Sequence[ProcessInfo], doing: str, error: type[ClusterError] = WorkerFailed) -> None:
+    def __init__(
+        self,
+        places: Sequence[ProcessInfo],
+        doing: str,
+        error: type[ClusterError] = WorkerFailed,
+        before: StopDetector | None = None,
+    ) -> None:
         self._places, self._doing, self._error = places, doing, error
-        self._stopped_looks = [0] * len(places)  # consecutive looks, by rank
-        self._next = time.monotonic() + LOOK_SECONDS
+        counted = dict(zip(before._places, before._stopped_looks, strict=True)) if before is not None else {}
+        self._stopped_looks = [counted.get(place, 0) for place in places]  # consecutive looks, by rank
+        self._next = before._next if before is not None else time.monotonic() + LOOK_SECONDS
 
     def due(self) -> bool:
         """Return True if it is time for the next look, and schedule the one after it."""
@@ -53,10 +60,11 @@ class StopDetector:
     def record(self, ranks: Sequence[int], stopped: Sequence[int]) -> None:
         """Record a look at `ranks`, of which the process ids `stopped` are stopped. Raises `error` after `LOOKS`."""
         for rank in ranks:
-            place = self._places[rank]
-            self._stopped_looks[rank] = self._stopped_looks[rank] + 1 if place.pid in stopped else 0
+            is_stopped = self._places[rank].pid in stopped
+            self._stopped_looks[rank] = self._stopped_looks[rank] + 1 if is_stopped else 0
+        for rank in ranks:
             if self._stopped_looks[rank] >= LOOKS:
-                raise self._error(Failure(place, self._cause(place)))
+                raise self._error(Failure(self._places[rank], self._cause(self._places[rank])))
 
     def _cause(self, place: ProcessInfo) -> str:
         return (
@@ -66,12 +74,18 @@ class StopDetector:
 
 
 class LocalWatch:
-    """Stopped-process watch over processes of this machine."""
+    """Stopped-process watch over processes of this machine. Arguments: see `StopDetector`."""
 
-    def __init__(self, places: Sequence[ProcessInfo], doing: str, error: type[ClusterError] = WorkerFailed) -> None:
-        self._places, self._detector = places, StopDetector(places, doing, error)
+    def __init__(
+        self,
+        places: Sequence[ProcessInfo],
+        doing: str,
+        error: type[ClusterError] = WorkerFailed,
+        before: StopDetector | None = None,
+    ) -> None:
+        self._places, self.detector = places, StopDetector(places, doing, error, before)
 
     def check(self) -> None:
         """Raise `error` if a process stays stopped. Call it often; it looks every `LOOK_SECONDS`."""
-        if self._detector.due():
-            self._detector.record(range(len(self._places)), stopped_pids([place.pid for place in self._places]))
+        if self.detector.due():
+            self.detector.record(range(len(self._places)), stopped_pids([place.pid for place in self._places]))

@@ -86,7 +86,8 @@ def start_engine(
     args = (tokenizer, *scoring, images, agent, recipe.reward.uses_judge, template)
     essential = recipe.rollout.min_engines is None
     engine = recipe.rollout.engine
-    keep = recipe.train.keep_workers > 0 and server == ROLLOUT_SERVER and update_rule(recipe) == "drain"
+    is_alone, drains = recipe.rollout.data_parallel == 1, update_rule(recipe) == "drain"
+    keep = recipe.train.keep_workers > 0 and server == ROLLOUT_SERVER and drains and is_alone
     return _start(
         KEPT_SERVER if keep else server,
         engine,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from enum import Enum
 
 from megarl.cluster.keeper import digest_of
+from megarl.errors import pluralize
 from megarl.recipe import Recipe
 from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.trainer.group import TrainerGroup
@@ -57,3 +58,9 @@ def settings_of(recipe: Recipe, *more: object) -> str:
     if not recipe.train.keep_workers:
         return ""
     return digest_of(replace(recipe, train=replace(recipe.train, resume="")), *more)
+
+
+def not_taken_text(reasons: Sequence[str], engines: Sequence[bool]) -> str:
+    """Return the warning that workers of a dead controller do not go on. engines: which of them do."""
+    text = f"Workers of the previous controller, in whose place others start: {'; '.join(reasons)}"
+    return f"{text}. {sum(engines)} of {pluralize(len(engines), 'engine')} go on" if engines else text

@@ -47,6 +47,18 @@ def test_only_consecutive_looks_count():
     assert not caught.value.failure.is_communication, "a cause, not the consequence of another failure"
 
 
+def test_counts_go_on_when_the_watched_processes_change():
+    """Two are stopped together. When the first has been replaced, the second is named at the next look, not after another 20 s."""
+    detector = StopDetector(PLACES, "the run")
+    for _ in range(LOOKS - 1):
+        detector.record([0, 1], [100, 101])
+    with pytest.raises(WorkerFailed, match="rank 0"):
+        detector.record([0, 1], [100, 101])
+    after = StopDetector([PLACES[1], ProcessInfo("trainer rank 0", "node7", 102)], "the run", before=detector)
+    with pytest.raises(WorkerFailed, match="rank 1"):
+        after.record([0, 1], [101])
+
+
 def test_a_pause_of_the_controller_counts_as_one_look(busy, monkeypatch):
     """A controller that was stopped together with the others finds that its clock has moved on."""
     busy.send_signal(signal.SIGSTOP)

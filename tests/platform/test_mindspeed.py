@@ -196,17 +196,12 @@ def test_attention_sinks_are_refused() -> None:
             check_extra(recipe({}), model, section)
 
 
-def test_sparse_attention_is_refused() -> None:
-    model = published.read("DeepSeek-V3.2")
-    check_extra(recipe({}, "cuda"), model, "megatron")
-    with pytest.raises(RecipeError, match=r"model\.path = [\s\S]*sparse attention[\s\S]*cluster\.device: cuda"):
-        check_extra(recipe({}), model, "megatron")
-
-
-def test_a_softmax_with_a_bias_is_refused() -> None:
-    model = published.read("ERNIE-4.5-21B-A3B-PT")
-    check_extra(recipe({}, "cuda"), model, "megatron")
-    with pytest.raises(RecipeError, match=r"model\.path = [\s\S]*softmax and a bias[\s\S]*cluster\.device: cuda"):
+@pytest.mark.parametrize(
+    "name, what", [("DeepSeek-V3.2", "sparse attention"), ("ERNIE-4.5-21B-A3B-PT", "softmax and a bias")]
+)
+def test_layers_without_mindspeeds_kernels_are_refused(name: str, what: str) -> None:
+    check_extra(recipe({}, "cuda"), model := published.read(name), "megatron")
+    with pytest.raises(RecipeError, match=rf"model\.path = [\s\S]*{what}[\s\S]*cluster\.device: cuda"):
         check_extra(recipe({}), model, "megatron")
 
 

@@ -39,6 +39,7 @@ DEVICE_BYTES = 64e9  # of each device that a head names; a fifth is left to the 
 PUBLISHED = {
     "DeepSeek-V3": 671,
     "DeepSeek-V3.2": 671.9,  # DeepSeek-V3's and 61 indexers
+    "ERNIE-4.5-21B-A3B-PT": 21.8,
     "GLM-4.5": 355,
     "GLM-5": 744,
     "GLM-4.5-Air": 106,

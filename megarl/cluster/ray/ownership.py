@@ -143,7 +143,8 @@ class KeepersProcesses:
         workers = [self._kept(name, settings) for name in names]
         kept = [worker for worker in workers if worker is not None]
         if settings:
-            self.not_taken += [f"{name} {why}" for name in names if (why := self._why_not(name, settings))]
+            alike = f", so that all {len(names)} of them start again" if len(names) > 1 else ""
+            self.not_taken += [f"{name} {why}{alike}" for name in names if (why := self._why_not(name, settings))]
         if not settings or len(kept) < len(names):
             self._end([name for name in names if name in self._actors])
             return []
@@ -167,7 +168,7 @@ class KeepersProcesses:
         except GetTimeoutError:
             return f"is busy with a call, and has not ended it within train.keep_workers = {self._keeper.seconds:g} s"
         except RayError:
-            return "has ended, too"
+            return "has ended"
         if not of_worker:
             return "cannot serve another controller: a call to it has failed, or its engine has"
         return "" if of_worker == settings else "has other settings"

@@ -102,7 +102,7 @@ _RELAY = ray.remote(num_cpus=0, max_restarts=0)(RelayActor)
 
 
 @dataclass
-class Relay:
+class RankRelay:
     """A relay as the controller sees it. node: Ray's. pid: reference of its process id. actors, places: of its `ranks`."""
 
     actor: Any
@@ -127,7 +127,7 @@ class Relays:
     def __init__(
         self, name: str, actors: Sequence[Any], places: Sequence[ProcessInfo], nodes: Sequence[str], env: dict[str, str]
     ) -> None:
-        self._relays: list[Relay] = []
+        self._relays: list[RankRelay] = []
         for node in dict.fromkeys(nodes):
             here = [rank for rank, home in enumerate(nodes) if home == node]
             for begin in range(0, len(here), RANKS):
@@ -138,7 +138,7 @@ class Relays:
                     runtime_env={"env_vars": env},
                 ).remote(ranks, here_actors, here_places)
                 place = ProcessInfo(f"relay of {name} {format_ranks(ranks)}", places[ranks[0]].host)
-                self._relays.append(Relay(actor, place, node, actor.pid.remote(), ranks, here_actors, here_places))
+                self._relays.append(RankRelay(actor, place, node, actor.pid.remote(), ranks, here_actors, here_places))
 
     def processes(self) -> list[tuple[ProcessInfo, str]]:
         """Return the place and node of each relay that has started. Does not wait."""
@@ -161,7 +161,7 @@ class Relays:
 class RelayedCalls:
     """Calls of all ranks of a group by its relays. refs: of the relays' replies."""
 
-    def __init__(self, relays: Sequence[Relay], refs: Sequence[Any]) -> None:
+    def __init__(self, relays: Sequence[RankRelay], refs: Sequence[Any]) -> None:
         self._relay_of = dict(zip(refs, relays, strict=True))  # of the replies that have not come
         self._pending = {rank for relay in relays for rank in relay.ranks}
 
@@ -184,7 +184,7 @@ class RelayedCalls:
         return outcomes
 
 
-def _failures_without(relay: Relay, error: RayError) -> list[tuple[int, Outcome]]:
+def _failures_without(relay: RankRelay, error: RayError) -> list[tuple[int, Outcome]]:
     """Return the failures of a relay's ranks after the relay has failed; the relay's failure if all its ranks are alive."""
     pings = [actor.ping.remote() for actor in relay.actors]
     ready, _ = ray_wait(pings, num_returns=len(pings), timeout=COMMUNICATION_GRACE)

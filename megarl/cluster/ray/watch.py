@@ -30,15 +30,16 @@ class RayWatch:
         nodes: Sequence[str],
         doing: str,
         error: type[ClusterError] = WorkerFailed,
+        before: StopDetector | None = None,
     ) -> None:
-        self._detector = StopDetector(places, doing, error)
+        self.detector = StopDetector(places, doing, error, before)
         self._ranks = {node: [rank for rank, home in enumerate(nodes) if home == node] for node in dict.fromkeys(nodes)}
         self._pids = {node: [places[rank].pid for rank in ranks] for node, ranks in self._ranks.items()}
         self._pending: dict[str, Any] = {}  # by node: reference of the unread look
 
     def check(self) -> None:
         """Raise `error` if a process stays stopped. Call it often; it looks when due and never waits for a node."""
-        if not self._detector.due():
+        if not self.detector.due():
             return
         for node, pids in self._pids.items():
             look = self._pending.get(node)
@@ -53,7 +54,7 @@ class RayWatch:
             stopped = ray_get(look)
         except RayError:  # the node is lost or cannot start a process; Ray reports the trainers that died there
             return
-        self._detector.record(self._ranks[node], stopped)
+        self.detector.record(self._ranks[node], stopped)
 
 
 # Created once: Ray keeps every remote function, with its pickled code, for the lifetime of the cluster.

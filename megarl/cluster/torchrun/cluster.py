@@ -282,10 +282,9 @@ class TorchrunCluster(Cluster):
     def _check_stopped(self, services: list[LocalService]) -> None:
         """Raise ServiceDied if an essential service is stopped; kill another one that is."""
         if self._service_watch is None or self._service_watch[0] != services:
-            self._service_watch = (
-                services,
-                LocalWatch([service.known_place for service in services], "the run", ServiceDied),
-            )
+            places = [service.known_place for service in services]
+            before = self._service_watch[1].detector if self._service_watch is not None else None
+            self._service_watch = services, LocalWatch(places, "the run", ServiceDied, before)
         try:
             self._service_watch[1].check()
         except ServiceDied as error:

@@ -111,7 +111,9 @@ class FixedModelEngines(Generic[Handle]):
         for message in messages:
             self._notice(*message)
         if failure_of_all is not None:
-            raise TooFewEngines(failure_of_all, f"\nNo engine of the {self.role} is left ({self.role}.restarts).")
+            names = ", ".join(engine.name for engine in self.engines)
+            text = f"\nNo engine of the {self.role} is left ({self.role}.restarts = {self._most}). Without a process: {names}."
+            raise TooFewEngines(failure_of_all, text)
         for engine in due:
             if time.monotonic() >= self._not_before[engine]:
                 self._start_again(engine)
@@ -188,7 +190,10 @@ class FixedModelEngines(Generic[Handle]):
             self._messages.append((text, "death"))
         else:
             self._messages.append(
-                (f"{text}{name} does not start again ({self.role}.restarts = {self._most})", "given_up")
+                (
+                    f"{text}{name} does not start again ({self.role}.restarts = {self._most}). A restart of the run starts it again.",
+                    "given_up",
+                )
             )
 
     def _find_deaths(self) -> list[tuple[int, Failure]]:

@@ -147,6 +147,7 @@ class Fleet(ChangingFleet):
             is_enough = self._keeps_enough()
             remaining = len(restartable) + len(self._states.starting) + len(self._members) - len(self._states.leaving)
             too_few = not is_enough or remaining < self.least
+            without_process = [engine for engine in range(self._states.count) if self._states.is_dead(engine)]
             for engine in [] if too_few else due:
                 self._states.restart(engine)
                 if not {*self._groups.of(engine)} & self._no_machine_until.keys():
@@ -158,7 +159,9 @@ class Fleet(ChangingFleet):
             self.engines[engine].stop()
         if too_few:
             assert self._last_death is not None
-            raise TooFewEngines(self._last_death, f"\nFewer than rollout.min_engines = {self.least} engines are left.")
+            names = ", ".join(engine_name(engine) for engine in without_process) or "none"
+            text = f"\nFewer than rollout.min_engines = {self.least} engines are left. Without a process: {names}."
+            raise TooFewEngines(self._last_death, text)
         for group in self._groups.split(due):
             self._start_again(group)
 
