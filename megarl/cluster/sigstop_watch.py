@@ -46,8 +46,8 @@ class StopDetector:
     ) -> None:
         self._places, self._doing, self._error = places, doing, error
         counted = dict(zip(before._places, before._stopped_looks, strict=True)) if before is not None else {}
-        self._stopped_looks = [counted.get(place, 0) for place in places]  # consecutive looks, by rank
-        self._next = before._next if before is not None else time.monotonic() + LOOK_SECONDS
+        self._stopped_looks: list[int] = [counted.get(place, 0) for place in places]  # consecutive looks, by rank
+        self._next: float = before._next if before is not None else time.monotonic() + LOOK_SECONDS
 
     def due(self) -> bool:
         """Return True if it is time for the next look, and schedule the one after it."""
