@@ -36,8 +36,9 @@ from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.offload import learners_take_turns
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle
 from megarl.rollout.evaluate import EvaluationResult, evaluate
+from megarl.rollout.fleet.fixed import FixedModelEngines
 from megarl.rollout.fleet.fleet import Fleet
-from megarl.rollout.samplers import Samplers, answer_requests, connect_samplers
+from megarl.rollout.samplers import Samplers, answer_requests, connect_samplers, connect_teacher
 from megarl.rollout.source import SampleSource
 from megarl.rollout.source_dataset import DatasetSource
 from megarl.rollout.source_engines import EnginesSource
@@ -91,6 +92,7 @@ class Run:
     rollbacks: Rollbacks | None = None  # None: spikes cause no rollback
     replay: ReplayPlan | None = None  # of train.replay
     fleet: Fleet | None = None  # None: the number of engines is fixed
+    fixed_engines: Sequence[FixedModelEngines[Any]] = ()  # of the teachers and the judge
     machine_loads: MachineLoads = field(default_factory=MachineLoads)
 
     @property
@@ -196,6 +198,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     verdicts = setup.tape.verdicts() if setup.tape is not None and recipe.reward.uses_judge else None
     parts = (engines, started.descriptions, started.judges, stop.after, log.notice, verdicts)
     samplers = connect_samplers(recipe, prepared.data_sources, setup.platform, cluster, *parts)
+    teacher = connect_teacher(recipe, setup.platform, cluster, started.teachers, log.notice)
     devices = connect_engines(recipe, started, log.notice, samplers.fleet, samplers.check, cluster.check)
     for notice in kernel_notices(actor.describe()):
         log.notice(notice)
@@ -213,7 +216,8 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
         recipe=recipe,
         actor=actor,
         critic=critic,
-        teacher=Teacher(started.teachers, recipe.teacher) if started.teachers else None,
+        teacher=teacher,
+        fixed_engines=[*(teacher.by_source.values() if teacher else ()), *([samplers.judge] if samplers.judge else ())],
         source=source,
         devices=devices,
         evaluate=_evaluation(setup, samplers, actor),

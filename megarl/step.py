@@ -14,6 +14,7 @@ from megarl.batching.metrics import mean_max_min
 from megarl.batching.plan import StepPlan
 from megarl.observe.samples import sample_records
 from megarl.observe.token_values import token_records
+from megarl.rollout.fleet.fixed import death_metrics
 from megarl.rollout.source import Batch
 from megarl.trainer.group import KLPenalty, VectorPart
 from megarl.trainer.passes import CriticPass, StepPasses, passes_of
@@ -132,6 +133,7 @@ def log_batch(run: Run, batch: Batch, plan: StepPlan, step: int) -> None:
     """Log metrics and samples of the batch."""
     run.log.add(plan.metrics)
     if run.recipe.train.source == "rollout":
+        run.log.add(death_metrics(run.recipe, run.fixed_engines))
         run.log.add(staleness(batch.groups, step - 1))
         groups = -(-run.recipe.observe.samples_per_step // run.recipe.rollout.samples_per_prompt)
         run.log.samples(step, sample_records(batch.groups, step, groups, run.tokenizer))

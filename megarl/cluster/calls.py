@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for_futures
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megarl.errors import ProcessFailure
 from megarl.types import DataRef, Group
@@ -92,6 +93,40 @@ def wait_for_all(
                 f"logs/{service.name}.log; raise {key} if it is only slow."
             )
     return [call.result() for call in calls]
+
+
+def when_done(call: Future[T], then: Callable[[Future[T]], None], result: Future[Any]) -> None:
+    """Run `then` once `call` is done, in the transport's thread. Errors of `then` and of `call` become the exception of
+    `result`."""
+
+    def done(call: Future[T]) -> None:
+        try:
+            then(call)
+        except BaseException as error:  # noqa: BLE001 -- `result` raises it
+            result.set_exception(error)
+
+    call.add_done_callback(done)
+
+
+def gather(calls: Sequence[Future[T]]) -> Future[list[T]]:
+    """Return a future with the results of all calls, or the first exception."""
+    result: Future[list[T]] = Future()
+    lock, left = threading.Lock(), [len(calls)]
+
+    def done(call: Future[T]) -> None:
+        error = call.exception()
+        with lock:
+            left[0] -= 1
+            is_last = not left[0] and not result.done()
+            is_first_error = error is not None and not result.done()
+            if is_first_error:
+                result.set_exception(error)
+        if is_last and error is None:
+            result.set_result([each.result() for each in calls])
+
+    for call in calls:
+        call.add_done_callback(done)
+    return result
 
 
 def attach(result: tuple[Group, DataRef]) -> Group:

@@ -131,7 +131,7 @@ class ServiceDied(ClusterError):
 
 
 class TooFewEngines(ServiceDied):
-    """Fewer engines than `rollout.min_engines` are alive, so the run cannot go on."""
+    """Too few engines are alive for the run to go on: fewer than `rollout.min_engines`, or none of a teacher or the judge."""
 
 
 class MachineLost(ProcessFailure):

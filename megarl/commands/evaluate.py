@@ -18,10 +18,11 @@ from megarl.preflight.environment import environment_notices
 from megarl.preflight.hub_inputs import evaluation_inputs, fetch_inputs
 from megarl.preflight.survey import check_without_weights, prepare_evaluation
 from megarl.recipe import Recipe
+from megarl.recipe.observe import Event
 from megarl.recipe.paths import with_absolute_paths
 from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.judge.service import with_judge
-from megarl.rollout.samplers import check_for
+from megarl.rollout.samplers import check_for, connect_judge
 from megarl.rollout.start_engines import load_engines, start_engines, start_judge, wait_for_start
 
 
@@ -48,10 +49,16 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
         judges = start_judge(recipe, platform, cluster)
         loading = [*(judge.start() for judge in judges), *load_engines(recipe.rollout, engines)]
         wait_for_start([*judges, *engines], loading, doing="load", limit=limit)
-        check, outages = check_for(recipe.rollout, engines, cluster, lambda text, _: print(text, file=sys.stderr))
-        samplers, check = with_judge(recipe.judge, recipe.reward, engines, judges, check)
+        check, outages = check_for(recipe.rollout, engines, cluster, _print)
+        judge = connect_judge(recipe, platform, cluster, judges, _print)
+        samplers = with_judge(recipe.judge, recipe.reward, engines, judge)
         result = evaluate(recipe, prepared.evaluation, samplers, prepared.tokenizer.stop_ids, check, outages=outages)
     for notice in result.notices:
         print(notice, file=sys.stderr)
     print(json.dumps(result.metrics), file=output(), flush=True)
     return result
+
+
+def _print(text: str, event: Event | None) -> None:
+    """Print a message for the user."""
+    print(text, file=sys.stderr)

@@ -59,8 +59,13 @@ class JudgeConfig:
     )
     timeout: float = key(
         1800.0,
-        "Seconds without a finished group in an engine of the judge, while groups wait, after which the run fails and names the engine.",
+        "Seconds without a finished group in an engine of the judge, while groups wait, after which it counts as dead.",
         above=0,
+    )
+    restarts: int = key(
+        0,
+        "Start an engine of the judge again after it has died, hung for `timeout` or was stopped, while the run goes on: at most this many times without a finished group in between. The other engines judge its groups, or the groups wait for it. The run ends if no engine is left. 0: the death of an engine ends the run.",
+        at_least=0,
     )
 
 
@@ -90,7 +95,16 @@ class TeacherConfig:
     tensor_parallel: int = key(1, "Tensor-parallel size within an engine.", at_least=1)
     dtype: Optional[Literal["float32", "bfloat16", "float16"]] = key(None, "Data type. Unset: `model.dtype`.")
     engine_args: dict[str, Any] = key({}, "Further arguments of the engine, as `rollout.engine_args`.")
-    timeout: float = key(1800.0, "Time limit for an engine to process a step's samples, in seconds.", above=0)
+    timeout: float = key(
+        1800.0,
+        "Time limit for an engine to process its part of a step's samples, in seconds, after which it counts as dead.",
+        above=0,
+    )
+    restarts: int = key(
+        0,
+        "Start an engine of the teacher again after it has died, hung for `timeout` or was stopped, while the run goes on: at most this many times without a finished part of a step in between. Another engine of the teacher scores its part, or the part waits for it. The run ends if a teacher has no engine left. 0: the death of an engine ends the run.",
+        at_least=0,
+    )
 
     @property
     def by_key(self) -> dict[str, TeacherConfig]:

@@ -36,7 +36,7 @@ class AlertsConfig:
     )
     events: list[str] = key(
         ["death", "given_up", "restart", "rollback", "outage", "failure", "end"],
-        "Events to report. start: the first step begins. death: an engine or trainer has died or failed, and the run goes on (`rollout.min_engines`, `train.trainer_restarts`). given_up: an engine has died three times before it sampled, and does not restart. restart: the run is started again (`train.restarts`). rollback: the trainers go back to a checkpoint after spikes (`train.on_spike`). engines: their wanted number changes, or one joins or leaves (`megarl engines`, a machine that ends). outage: a service that samples need is down, or back. update: updates of a step were skipped, or are spikes (`train.on_spike`). warning: any other warning. failure: an error has ended the run. end: the run is finished, or was stopped.",
+        "Events to report. start: the first step begins. death: an engine or trainer has died or failed, and the run goes on (`rollout.min_engines`, `train.trainer_restarts`, `judge.restarts`, `teacher.restarts`). given_up: an engine has died too often in a row (three times before it sampled), and does not restart. restart: the run is started again (`train.restarts`). rollback: the trainers go back to a checkpoint after spikes (`train.on_spike`). engines: their wanted number changes, or one joins or leaves (`megarl engines`, a machine that ends). outage: a service that samples need is down, or back. update: updates of a step were skipped, or are spikes (`train.on_spike`). warning: any other warning. failure: an error has ended the run. end: the run is finished, or was stopped.",
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from megarl.cluster import transport
@@ -13,13 +15,15 @@ from megarl.engines.base import engine_name
 from megarl.engines.specs import policy_spec
 from megarl.recipe.observe import Event
 from megarl.recipe.schema import Recipe, RolloutConfig
-from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine, with_engine_check
+from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine, TeacherHandle, with_engine_check
+from megarl.rollout.fleet.fixed import FixedModelEngines
 from megarl.rollout.fleet.fleet import Fleet
 from megarl.rollout.fleet.live_requests import EngineRequests, why_fixed
 from megarl.rollout.judge.service import judged_like, with_judge
 from megarl.rollout.judge.tape import Verdicts
 from megarl.rollout.source_engines import EnginesSource
-from megarl.rollout.start_engines import restart_engine, start_engine
+from megarl.rollout.start_engines import restart_engine, restart_judge, restart_teacher, start_engine
+from megarl.rollout.teacher.scoring import Teacher
 
 Notice = Callable[[str, Event | None], None]
 
@@ -31,6 +35,7 @@ class Samplers:
     engines: list[SamplingEngine]  # may grow
     check: Callable[[], None]
     fleet: Fleet | None
+    judge: FixedModelEngines[JudgeHandle] | None
     outages: OutageWatch
 
 
@@ -55,9 +60,37 @@ def connect_samplers(
         samplers.engines.append(judged_like(samplers.engines[0], engine))
 
     fleet = start_fleet(recipe, sources, platform, cluster, engines, descriptions, notice, joins)
-    sampling, check = with_judge(recipe.judge, recipe.reward, engines, judges, stop(check), verdicts)
-    samplers = Samplers([*sampling], check, fleet, outages)
+    judge = connect_judge(recipe, platform, cluster, judges, notice)
+    sampling = with_judge(recipe.judge, recipe.reward, engines, judge, verdicts)
+    samplers = Samplers([*sampling], stop(check), fleet, judge, outages)
     return samplers
+
+
+def connect_judge(
+    recipe: Recipe, platform: Any, cluster: Cluster, judges: Sequence[JudgeHandle], notice: Notice
+) -> FixedModelEngines[JudgeHandle] | None:
+    """Watch the loaded engines of the judge; None without a judge. Arguments: see `start_engines` and `Fleet`."""
+    if not judges:
+        return None
+    restart, limit = functools.partial(restart_judge, recipe, platform, cluster), recipe.rollout.start_timeout
+    engines = FixedModelEngines("judge", judges, recipe.judge, restart, notice, limit)
+    cluster.on_check(engines.poll)
+    return engines
+
+
+def connect_teacher(
+    recipe: Recipe, platform: Any, cluster: Cluster, teachers: Sequence[TeacherHandle], notice: Notice
+) -> Teacher | None:
+    """Watch the loaded engines of the teachers; None without a teacher. Arguments: see `start_engines` and `Fleet`."""
+    if not teachers:
+        return None
+    restart, limit = functools.partial(restart_teacher, recipe, platform, cluster), recipe.rollout.start_timeout
+    rest, by_source = iter(teachers), {}
+    for source, settings in zip(recipe.teacher.by_source or [""], recipe.teacher.by_key.values(), strict=True):
+        engines = [*islice(rest, settings.engines)]
+        by_source[source] = FixedModelEngines("teacher", engines, settings, restart, notice, limit)
+        cluster.on_check(by_source[source].poll)
+    return Teacher(by_source, cluster.check)
 
 
 def answer_requests(recipe: Recipe, cluster: Cluster, engines: Sequence[EngineHandle], source: EnginesSource) -> None:

@@ -151,16 +151,42 @@ def wait_until_asleep(
 def start_teacher(recipe: Recipe, platform: Any, cluster: Cluster) -> list[TeacherHandle]:
     """Start the engines of all teachers. Call it after `start_engines`: the cluster assigns devices to policy, teacher, judge
     in this order."""
-    engine, specs = recipe.teacher.engine, teacher_specs(recipe)
-    return [TeacherHandle(_start(TEACHER_SERVER, engine, spec, (), recipe, platform, cluster)) for spec in specs]
+    return [TeacherHandle(_start_teacher(recipe, platform, cluster, spec)) for spec in teacher_specs(recipe)]
+
+
+def restart_teacher(recipe: Recipe, platform: Any, cluster: Cluster, engine: TeacherHandle) -> None:
+    """Start a new process of a teacher's engine on the devices of the old one, which is ended."""
+    spec = next(spec for spec in teacher_specs(recipe) if spec.name == engine.name)
+    engine.service = _start_teacher(recipe, platform, cluster, spec, engine.service)
 
 
 def start_judge(recipe: Recipe, platform: Any, cluster: Cluster) -> list[JudgeHandle]:
     """Start the judge's engines; none if no reward uses the judge, and in a replay."""
+    names = [f"judge{number}" for number in range(recipe.judge.engines if recipe.asks_judge else 0)]
+    return [JudgeHandle(_start_judge(recipe, platform, cluster, name)) for name in names]
+
+
+def restart_judge(recipe: Recipe, platform: Any, cluster: Cluster, engine: JudgeHandle) -> None:
+    """Start a new process of a judge's engine on the devices of the old one, which is ended."""
+    engine.service = _start_judge(recipe, platform, cluster, engine.name, engine.service)
+
+
+def _start_teacher(
+    recipe: Recipe, platform: Any, cluster: Cluster, spec: EngineSpec, replaces: Service | None = None
+) -> Service:
+    engine, essential = recipe.teacher.engine, recipe.teacher.restarts == 0
+    return _start(TEACHER_SERVER, engine, spec, (), recipe, platform, cluster, replaces=replaces, essential=essential)
+
+
+def _start_judge(
+    recipe: Recipe, platform: Any, cluster: Cluster, name: str, replaces: Service | None = None
+) -> Service:
     judge = recipe.judge
-    specs = [judge_spec(recipe, f"judge{number}") for number in range(judge.engines if recipe.asks_judge else 0)]
-    args = (judge, recipe.train.seed if samples_are_seeded(recipe) else None)
-    return [JudgeHandle(_start(JUDGE_SERVER, judge.engine, spec, args, recipe, platform, cluster)) for spec in specs]
+    args, essential = (judge, recipe.train.seed if samples_are_seeded(recipe) else None), judge.restarts == 0
+    spec = judge_spec(recipe, name)
+    return _start(
+        JUDGE_SERVER, judge.engine, spec, args, recipe, platform, cluster, replaces=replaces, essential=essential
+    )
 
 
 def _start(

@@ -126,6 +126,16 @@ def test_numbers_that_a_run_refuses(directory: Path, request_text: str, reason: 
     assert run.engines.fleet.wanted == 3
 
 
+def test_a_machine_with_an_engine_of_the_judge_does_not_leave() -> None:
+    """With `judge.restarts` the run does not need this process, but another machine may have no devices for the next one."""
+    run = Run()
+    run.services = [run.engines.handles[2].service, SimpleNamespace(name="judge0")]
+    assert run.requests.answer_leave(["3", "60"]) == {
+        "refused": "judge0 is on it, and would wait for devices of another machine"
+    }
+    assert run.engines.fleet.serving == [0, 1, 2]
+
+
 def test_an_engine_that_leaves_stays_if_it_is_wanted_again(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its devices are not free yet. Once it hands its groups over it leaves, and the refusal names it."""
     run = Run(free=0)

@@ -20,12 +20,14 @@ from megarl.algorithms.losses.distillation_losses import divergence, gkd, with_r
 from megarl.algorithms.objective import needs_teacher, objective, runs_reference_pass, teacher_top_k
 from megarl.engines.vllm.outputs import completions
 from megarl.megatron.heads.output_heads import IMPOSSIBLE
-from megarl.recipe.judge import SourceTeacher, TeacherConfig
+from megarl.recipe.judge import TeacherConfig
 from megarl.rollout.engine_handle import TeacherHandle
+from megarl.rollout.fleet.fixed import FixedModelEngines
 from megarl.rollout.teacher import server as teacher_server
 from megarl.rollout.teacher.scoring import Teacher
 from megarl.rollout.teacher.server import TeacherServer
 from megarl.types import Completion, GenerationRequest, Group, InlineData, Sample, SampleTokens, TokenScores
+from tests.support.fixed_engines import Fixed
 from tests.support.loss_cases import assert_gradient, part_of, random_inputs, settings
 
 
@@ -313,6 +315,12 @@ def group(number: int, samples: int) -> Group:
     return Group(number, "p", "s", [Sample(number, index, data, 1, 2, 2) for index in range(samples)])
 
 
+def around(services: list[Service]) -> FixedModelEngines[TeacherHandle]:
+    """Return the engines of one teacher."""
+    handles: Any = [TeacherHandle(service) for service in services]  # type: ignore[arg-type]
+    return FixedModelEngines("teacher", handles, TeacherConfig(), lambda handle: None, lambda text, event: None, 5.0)
+
+
 @pytest.mark.parametrize("engines", [1, 2, 5])
 def test_every_sample_has_its_teachers_scores(engines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     created: list[Engine] = []
@@ -320,8 +328,7 @@ def test_every_sample_has_its_teachers_scores(engines: int, monkeypatch: pytest.
     spec: Any = SimpleNamespace(prompt_top_k=2)
     services = [Service(f"teacher{number}", TeacherServer("fake", spec)) for number in range(engines)]
     groups = [group(10, 2), group(11, 3), group(14, 1)]
-    config = TeacherConfig(engines=engines, timeout=5.0)
-    Teacher([TeacherHandle(service) for service in services], config).score(groups)  # type: ignore[arg-type]
+    Teacher({"": around(services)}, lambda: None).score(groups)
     for scored in groups:
         for sample in scored.samples:
             vectors = sample.data.get()[sample.index]
@@ -334,7 +341,7 @@ def test_every_sample_has_its_teachers_scores(engines: int, monkeypatch: pytest.
 
 
 def test_the_teacher_of_a_data_source_scores_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of engines is the order of the settings: two of `code`, one of `math`, and `idle` has no rows in this batch."""
+    """`code` has two engines, `math` one, and `idle` has no rows in this batch."""
     created: list[Engine] = []
     monkeypatch.setattr(teacher_server.engines, "create", lambda name, spec: created.append(Engine()) or created[-1])
     spec: Any = SimpleNamespace(prompt_top_k=2)
@@ -342,12 +349,34 @@ def test_the_teacher_of_a_data_source_scores_its_samples(monkeypatch: pytest.Mon
     groups = [group(10, 1), group(11, 2), group(12, 1), group(13, 1)]
     for each, source in zip(groups, ("math", "code", "math", "code"), strict=True):
         each.data_source = source
-    teachers = {"code": SourceTeacher("a", 2), "math": SourceTeacher("b"), "idle": SourceTeacher("c")}
-    config = TeacherConfig(by_source=teachers, timeout=5.0)
-    Teacher([TeacherHandle(service) for service in services], config).score(groups)  # type: ignore[arg-type]
+    teachers = {"code": around(services[:2]), "math": around(services[2:3]), "idle": around(services[3:])}
+    Teacher(teachers, lambda: None).score(groups)
     read = [[request.prompt.tokens[0] for request in engine.calls[0]] if engine.calls else [] for engine in created]
     assert read == [[11, 11], [13], [10, 12], []]
     for scored in groups:
         for sample in scored.samples:
             vectors = sample.data.get()[sample.index]
             assert vectors.teacher.log_probs.tolist() == [scored.number, sample.index, 5]
+
+
+@pytest.mark.parametrize("dies", ["while it scores", "before it has located its vectors"])
+def test_the_part_of_a_teacher_that_dies_is_scored_again(dies: str) -> None:
+    """As a whole and in one call, so that it forms the same engine batch; the parts of others are scored once."""
+    teachers, groups = Fixed(2, "teacher"), [group(number, 1) for number in range(10, 14)]
+    first, second = teachers.processes
+    vectors = {number: InlineData([]) for number in range(10, 14)}
+
+    def check() -> None:
+        """Answer the oldest call of an engine; the first one dies."""
+        if first.dead is None:
+            if dies != "while it scores":
+                first.answer(None)
+            first.die()
+            return
+        method, args, _ = next(call for call in second.calls if not call[2].done())
+        second.answer(None if method == "score" else (None, vectors[args[0]]))
+
+    Teacher({"": teachers.engines}, check).score(groups)
+    assert [scored.samples[0].data for scored in groups] == [*vectors.values()]
+    parts = [[part.number for part in args[0]] for method, args, _ in second.calls if method == "score"]
+    assert parts == [[12, 13], [10, 11]]

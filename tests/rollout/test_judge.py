@@ -22,9 +22,8 @@ from megarl.recipe.judge import JudgeConfig
 from megarl.recipe.schema import Recipe
 from megarl.rewards import Score, find
 from megarl.rewards.weighted import Term, combine, terms_of, with_judgement
-from megarl.rollout.engine_handle import EngineHandle, JudgeHandle
+from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.judge import server as judge_server
-from megarl.rollout.judge import service as judged
 from megarl.rollout.judge.server import JUDGE_SEEDS, JudgeCodec, Judgement, JudgeServer
 from megarl.rollout.judge.service import with_judge
 from megarl.rollout.judge.verdicts import JudgeTemplate, number_in
@@ -40,6 +39,7 @@ from megarl.types import (
     Sampling,
     derived_seed,
 )
+from tests.support.fixed_engines import Fixed, Process
 
 ROW = Prompt("row/7", (1, 2), "<user>2 + 2?", "test", "4", {"level": 3}, question="2 + 2?")
 
@@ -287,23 +287,22 @@ def group(number: int, *rewards: float, failures: tuple[SampleFailure, ...] = ()
 def recipe(**functions: float) -> Recipe:
     recipe = Recipe()
     recipe.reward.functions = functions or {"gsm8k": 1.0, "judge": 0.5}
-    recipe.judge.timeout = 5.0
     return recipe
 
 
 class TestService:
-    def around(self, judges: int = 1) -> tuple[Later, list[Later], Any, Callable[[], None]]:
-        engine, services = Later("engine0"), [Later(f"judge{number}") for number in range(judges)]
-        engines, judge_handles = [EngineHandle(engine)], [JudgeHandle(judge) for judge in services]  # type: ignore[arg-type]
-        (service,), check = with_judge(recipe().judge, recipe().reward, engines, judge_handles, lambda: None)
-        return engine, services, service, check
+    def around(self, judges: int = 1) -> tuple[Later, list[Process], Any]:
+        engine, fixed = Later("engine0"), Fixed(judges)
+        engines = [EngineHandle(engine)]  # type: ignore[arg-type]
+        (service,) = with_judge(recipe().judge, recipe().reward, engines, fixed.engines)
+        return engine, fixed.processes, service
 
     def submit(self, service: Any, *numbers: int) -> list[Future[Any]]:
         service.submit([GenerationRequest(number, ROW, Sampling(2, 8), 0) for number in numbers])
         return [service.collect(number) for number in numbers]
 
     def test_a_group_is_returned_after_its_verdicts(self) -> None:
-        engine, (judge,), service, _ = self.around()
+        engine, (judge,), service = self.around()
         (result,) = self.submit(service, 3)
         assert service.name == "engine0" and not judge.calls
         data = vectors("a", "b")
@@ -320,7 +319,7 @@ class TestService:
         assert [sample.reason for sample in judged_vectors.get()] == ["gsm8k: a\njudge: so so", "gsm8k: b\njudge: fine"]
 
     def test_groups_go_to_the_judge_with_the_fewest_in_order_of_arrival(self) -> None:
-        engine, (first, second), service, _ = self.around(judges=2)
+        engine, (first, second), service = self.around(judges=2)
         results = self.submit(service, 1, 2, 3)
         collects = {args[0]: future for method, args, future in engine.calls if method == "collect"}
         for number in (3, 1, 2):
@@ -330,7 +329,7 @@ class TestService:
         assert [result.done() for result in results] == [False, True, False], "none waits for another"
 
     def test_a_sample_without_a_verdict_has_reward_nan(self) -> None:
-        engine, (judge,), service, _ = self.around()
+        engine, (judge,), service = self.around()
         (result,) = self.submit(service, 3)
         engine.calls[1][2].set_result((group(3, 1.0, 1.0), vectors("a", "b")))
         failure = SampleFailure("judge", ROW.uid, "error", "no number", 3)
@@ -340,7 +339,7 @@ class TestService:
         assert judged.samples[0].reward == 1.25 and math.isnan(judged.samples[1].reward)
 
     def test_an_unscored_group_is_not_judged(self) -> None:
-        engine, (judge,), service, _ = self.around()
+        engine, (judge,), service = self.around()
         (result,) = self.submit(service, 3)
         failure = SampleFailure("scorer 'gsm8k'", ROW.uid, "timeout", "too slow")
         engine.calls[1][2].set_result((group(3, 1.0, math.nan, failures=(failure,)), vectors("a", "b")))
@@ -352,7 +351,7 @@ class TestService:
 
     @pytest.mark.parametrize("failing", ["engine", "judge", "answer"])
     def test_every_failure_ends_the_pending_result(self, failing: str) -> None:
-        engine, (judge,), service, _ = self.around()
+        engine, (judge,), service = self.around()
         (result,) = self.submit(service, 3)
         if failing == "engine":
             engine.calls[1][2].set_exception(RuntimeError("engine0 died"))
@@ -365,33 +364,23 @@ class TestService:
         with pytest.raises((RuntimeError, ValueError), match=f"{failing}0 died" if failing != "answer" else "longer"):
             result.result(timeout=0)
 
-    def test_a_silent_judge_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The timeout counts only while groups wait, from the last finished group."""
-        now = [1000.0]
-        monkeypatch.setattr(judged.time, "monotonic", lambda: now[0])
-        engine, (judge,), service, check = self.around()
-        now[0] += 100
-        check()
-        self.submit(service, 3, 4)
-        for _, _, future in [call for call in engine.calls if call[0] == "collect"]:
-            future.set_result((group(3 if not judge.calls else 4, 1.0), vectors("a")))
-        now[0] += 4
-        judge.calls[0][2].set_result(([Judgement(1.0)], InlineData(["x"])))
-        now[0] += 4
-        check()
-        now[0] += 2
-        with pytest.raises(
-            RuntimeError, match=r"judge0 has judged no group for 6 s \(judge\.timeout = 5\); 1 wait .* number 4"
-        ):
-            check()
+    def test_a_group_of_a_dead_judge_gets_its_verdicts_from_another(self) -> None:
+        engine, (first, second), service = self.around(judges=2)
+        (result,) = self.submit(service, 3)
+        engine.calls[1][2].set_result((group(3, 1.0, 0.0), vectors("a", "b")))
+        first.die()
+        assert not result.done() and second.calls[0][:2] == first.calls[0][:2], "the same question"
+        second.calls[0][2].set_result(([Judgement(0.2), Judgement(0.6)], InlineData(["so so", "fine"])))
+        judged, _ = result.result(timeout=0)
+        assert [sample.reward for sample in judged.samples] == [pytest.approx(1.1), pytest.approx(0.3)]
 
     def test_without_a_judge_services_are_unchanged(self) -> None:
         services = [Later("engine0")]
-        assert with_judge(recipe().judge, recipe(gsm8k=1.0).reward, services, [], print) == (services, print)
+        assert with_judge(recipe().judge, recipe(gsm8k=1.0).reward, services, None) == services  # type: ignore[arg-type, comparison-overlap]
 
     def test_other_calls_pass_and_prompts_are_dropped(self) -> None:
         """Prompts are dropped with their groups; otherwise a long run would keep all rows."""
-        engine, _, service, _ = self.around()
+        engine, _, service = self.around()
         service.engine.sleep()
         assert engine.calls.pop(0)[0] == "sleep"
         self.submit(service, 1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.engines.tape import ReplayError, TapeSpec
-from megarl.rollout.engine_handle import EngineHandle, JudgeHandle
+from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.evaluate import FIRST_EVALUATION_GROUP
 from megarl.rollout.judge.server import Judgement
 from megarl.rollout.judge.service import with_judge
@@ -18,6 +18,7 @@ from megarl.rollout.judge.tape import Verdicts
 from megarl.rollout.tape import ReplayPlan, RunTape, TapeSegment
 from megarl.types import GenerationRequest, InlineData, SampleFailure, Sampling
 from tests.rollout.test_judge import ROW, Later, group, recipe, vectors
+from tests.support.fixed_engines import Fixed
 
 FAILURE = SampleFailure("judge", ROW.uid, "error", "no number", 3)
 
@@ -32,13 +33,14 @@ def score(service: Any, engine: Later, number: int) -> Future[Any]:
 
 def recorded(path: Path, *judged: tuple[int, list[Judgement]]) -> list[Any]:
     """Judge groups in a run that writes its verdicts to `path`; returns the groups."""
-    engine, judge = Later("engine0"), Later("judge0")
-    handles: Any = ([EngineHandle(engine)], [JudgeHandle(judge)])  # type: ignore[arg-type]
-    (service,), _ = with_judge(recipe().judge, recipe().reward, *handles, print, Verdicts.of(TapeSpec(str(path), 0)))
+    engine, fixed = Later("engine0"), Fixed(1)
+    engines: Any = [EngineHandle(engine)]  # type: ignore[arg-type]
+    verdicts = Verdicts.of(TapeSpec(str(path), 0))
+    (service,) = with_judge(recipe().judge, recipe().reward, engines, fixed.engines, verdicts)
     groups = []
     for number, judgements in judged:
         result = score(service, engine, number)
-        judge.calls[-1][2].set_result((judgements, InlineData(["x", "y"])))
+        fixed.processes[0].calls[-1][2].set_result((judgements, InlineData(["x", "y"])))
         groups.append(result.result(0)[0])
     return groups
 
@@ -46,8 +48,8 @@ def recorded(path: Path, *judged: tuple[int, list[Judgement]]) -> list[Any]:
 def replaying(path: Path, recorded: Path) -> tuple[Any, Later]:
     engine = Later("engine0")
     verdicts = Verdicts.of(TapeSpec(str(path), 0, str(recorded), 0))
-    handles: Any = ([EngineHandle(engine)], [])  # type: ignore[arg-type]
-    (service,), _ = with_judge(recipe().judge, recipe().reward, *handles, print, verdicts)
+    engines: Any = [EngineHandle(engine)]  # type: ignore[arg-type]
+    (service,) = with_judge(recipe().judge, recipe().reward, engines, None, verdicts)
     return service, engine
 
 
@@ -91,8 +93,8 @@ def test_a_collected_group_without_a_verdict_is_an_error(tmp_path: Path) -> None
     verdicts = RunTape(tmp_path / "again", {"segment": 0}, tmp_path, plan).verdicts
     (tmp_path / "again").mkdir()
     engine = Later("engine0")
-    handles: Any = ([EngineHandle(engine)], [])  # type: ignore[arg-type]
-    (service,), _ = with_judge(recipe().judge, recipe().reward, *handles, print, verdicts())
+    engines: Any = [EngineHandle(engine)]  # type: ignore[arg-type]
+    (service,) = with_judge(recipe().judge, recipe().reward, engines, None, verdicts())
     result = score(service, engine, 3)
     assert result.done()
     with pytest.raises(ReplayError, match="group 3 has no recorded verdict of the judge"):

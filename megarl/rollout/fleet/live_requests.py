@@ -77,9 +77,14 @@ class EngineRequests:
         def engines_of(services: Sequence[Service]) -> list[int]:
             return [index for index, engine in enumerate(fleet.engines) if engine.service in services]
 
-        services, problem = self.cluster.leave_machine(
-            int(words[0]), lambda services: fleet.leave_machine(engines_of(services), seconds)
-        )
+        def agree(services: Sequence[Service]) -> str | None:
+            sampling = {engine_name(index) for index in range(len(fleet.engines) + 1)}  # one more may be starting
+            for service in services:
+                if service.name not in sampling:
+                    return f"{service.name} is on it, and would wait for devices of another machine"
+            return fleet.leave_machine(engines_of(services), seconds)
+
+        services, problem = self.cluster.leave_machine(int(words[0]), agree)
         if problem is not None:
             return {"refused": problem}
         return {"engines": [engine_name(each) for each in engines_of(services)]}

@@ -7,18 +7,17 @@ collect groups in the same way with and without a judge.
 from __future__ import annotations
 
 import math
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from megarl.errors import ProcessFailure
+from megarl.cluster.calls import when_done
 from megarl.recipe.judge import JUDGE, JudgeConfig
 from megarl.recipe.schema import RewardConfig
 from megarl.rewards.weighted import with_judgement
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine
+from megarl.rollout.fleet.fixed import FixedModelEngines
 from megarl.rollout.judge.server import Judgement
 from megarl.rollout.judge.tape import Verdicts
 from megarl.types import DataRef, GenerationRequest, Group, InlineData, Partial, Prompt, SampleFailure, SampleTokens
@@ -42,53 +41,25 @@ class JudgedData:
         ]
 
 
-@dataclass
-class _Engine:
-    """An engine of the judge, and the numbers of the groups that wait for it."""
-
-    handle: JudgeHandle
-    waiting: set[int] = field(default_factory=set)
-    since: float = 0.0  # start of the time-out: when it finished its last group, or received a group while it had none
-
-
 class Judge:
-    """The judge's engines. A group goes to the engine with the fewest waiting groups."""
+    """The judge's engines. A group goes to the engine with the fewest groups, and to another one if it dies."""
 
     def __init__(
         self,
         settings: JudgeConfig,
         reward: RewardConfig,
-        engines: Sequence[JudgeHandle],
+        engines: FixedModelEngines[JudgeHandle],
         verdicts: Verdicts | None = None,
     ):
         """verdicts: the tape that records them; None: no tape."""
-        self.settings, self.reward, self.verdicts = settings, reward, verdicts
-        self.engines = [_Engine(engine) for engine in engines]
-        self._lock = threading.Lock()
-
-    def check(self) -> None:
-        """Raise ProcessFailure if an engine with waiting groups has finished none for judge.timeout seconds."""
-        limit = self.settings.timeout
-        with self._lock:
-            for engine in self.engines:
-                seconds = time.monotonic() - engine.since
-                if engine.waiting and seconds > limit:
-                    name = engine.handle.name
-                    raise ProcessFailure(
-                        f"{name} has judged no group for {seconds:.0f} s (judge.timeout = {limit:g}); "
-                        f"{len(engine.waiting)} wait for it, number {min(engine.waiting)} among them. Its log is in the "
-                        f"run's logs/{name}.log; raise judge.timeout if the judge is slow."
-                    )
+        self.settings, self.reward, self.engines, self.verdicts = settings, reward, engines, verdicts
 
     def judge(self, group: Group, prompt: Prompt, data: DataRef, responses: DataRef) -> Future[tuple[Group, DataRef]]:
         """Add the judge's term to the rewards of `group`. `responses`: the text of each sample."""
         result: Future[tuple[Group, DataRef]] = Future()
-        engine, began = self._chosen(group.number), time.monotonic()
+        row, began = replace(prompt, tokens=(), text="", images=()), time.monotonic()
 
-        def judged(call: Future[Any]) -> None:
-            with self._lock:
-                engine.waiting.discard(group.number)
-                engine.since = time.monotonic()
+        def judged(call: Future[tuple[list[Judgement], DataRef]]) -> None:
             judgements, texts = call.result()
             _add(group, judgements, self.settings, self.reward)
             if self.verdicts is not None:
@@ -96,17 +67,8 @@ class Judge:
             group.judge_seconds = time.monotonic() - began
             result.set_result((group, JudgedData(data, texts)))
 
-        judgements = engine.handle.judge(group.number, replace(prompt, tokens=(), text="", images=()), responses)
-        _when_done(judgements, judged, result)
+        when_done(self.engines.ask(lambda engine: engine.judge(group.number, row, responses)), judged, result)
         return result
-
-    def _chosen(self, group: int) -> _Engine:
-        with self._lock:
-            engine = min(self.engines, key=lambda engine: len(engine.waiting))
-            if not engine.waiting:
-                engine.since = time.monotonic()
-            engine.waiting.add(group)
-            return engine
 
 
 class RecordedJudge:
@@ -170,11 +132,11 @@ class JudgedEngine:
 
             def judge(call: Future[tuple[None, DataRef]]) -> None:
                 judged = self.judge.judge(group, prompt, data, call.result()[1])
-                _when_done(judged, lambda done: result.set_result(done.result()), result)
+                when_done(judged, lambda done: result.set_result(done.result()), result)
 
-            _when_done(self.engine.collect_responses(group.number), judge, result)
+            when_done(self.engine.collect_responses(group.number), judge, result)
 
-        _when_done(self.engine.collect(number), collected, result)
+        when_done(self.engine.collect(number), collected, result)
         return result
 
     def hand_over(self, groups: list[int]) -> Future[dict[int, tuple[Partial, ...]]]:
@@ -187,19 +149,6 @@ class JudgedEngine:
         return self.engine.load_weights()
 
 
-def _when_done(call: Future[Any], then: Callable[[Future[Any]], None], result: Future[Any]) -> None:
-    """Run `then` once `call` is done, in the transport's thread. Errors of `then` and of `call` become the exception of
-    `result`."""
-
-    def done(call: Future[Any]) -> None:
-        try:
-            then(call)
-        except BaseException as error:  # noqa: BLE001 -- `result` raises it
-            result.set_exception(error)
-
-    call.add_done_callback(done)
-
-
 def judged_like(first: SamplingEngine, engine: EngineHandle) -> SamplingEngine:
     """Return a further engine with the judge of `first`, if it has one. `first`: one of the engines of `with_judge`."""
     return JudgedEngine(engine, first.judge) if isinstance(first, JudgedEngine) else engine
@@ -209,24 +158,19 @@ def with_judge(
     settings: JudgeConfig,
     reward: RewardConfig,
     engines: Sequence[EngineHandle],
-    judges: Sequence[JudgeHandle],
-    check: Callable[[], None],
+    judges: FixedModelEngines[JudgeHandle] | None,
     verdicts: Verdicts | None = None,
-) -> tuple[Sequence[SamplingEngine], Callable[[], None]]:
-    """Return engines that collect groups scored by `judges`, and a check that also covers the judge.
+) -> Sequence[SamplingEngine]:
+    """Return engines that collect groups scored by `judges`.
 
     verdicts: the tape of the verdicts; None: no tape. In a replay, recorded verdicts score the groups. Otherwise without
-    judges, `engines` and `check` are returned unchanged.
+    judges, `engines` are returned unchanged.
     """
+    judge: Judge | RecordedJudge
     if verdicts is not None and verdicts.replays:
-        recorded = RecordedJudge(settings, reward, verdicts)
-        return [JudgedEngine(engine, recorded) for engine in engines], check
-    if not judges:
-        return engines, check
-    judge = Judge(settings, reward, judges, verdicts)
-
-    def check_all() -> None:
-        check()
-        judge.check()
-
-    return [JudgedEngine(engine, judge) for engine in engines], check_all
+        judge = RecordedJudge(settings, reward, verdicts)
+    elif judges is not None:
+        judge = Judge(settings, reward, judges, verdicts)
+    else:
+        return engines
+    return [JudgedEngine(engine, judge) for engine in engines]
