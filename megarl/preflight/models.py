@@ -14,7 +14,7 @@ from megarl.errors import NotHereError, RecipeError, as_recipe_error, errors_of
 from megarl.hf import hub, published, weights
 from megarl.hf.adapters import adapter_faults
 from megarl.hf.config import context_length, text_fields
-from megarl.hf.families import has_tower
+from megarl.hf.families import family_of, has_tower
 from megarl.hf.families.check import check_model, check_sizes
 from megarl.megatron.extra_settings import check_extra
 from megarl.megatron.layout import check_layout
@@ -213,9 +213,23 @@ def sampled_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
         )
     if recipe.rollout.dtype == "float16":
         yield from _float16_errors(config, "rollout.dtype")
+    yield from errors_of(check_cpu_engine, recipe, config)
     yield from errors_of(check_experts, recipe.rollout, config)
     yield from errors_of(check_quantization, recipe.rollout, config)
     yield from errors_of(check_heads, "rollout", recipe.rollout, config, spread=recipe.rollout.spreads_experts)
+
+
+def check_cpu_engine(recipe: Recipe, config: Config) -> None:
+    """Raise RecipeError if vLLM's CPU build, which samples with cluster.device=cpu, lacks a part of the model."""
+    lacking = family_of(config).no_cpu_engine
+    if lacking and recipe.cluster.device == "cpu" and recipe.train.source == "rollout":
+        kind = text_fields(config)["model_type"]
+        raise RecipeError(
+            "cluster.device",
+            f"vLLM's CPU build has no {lacking}, so it cannot sample from {kind}",
+            "train on cuda; on a CPU, SFT (train.source=sft) trains the model without engines",
+            value="cpu",
+        )
 
 
 def _float16_errors(config: Config, key: str) -> Iterator[RecipeError]:

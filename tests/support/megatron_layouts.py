@@ -76,20 +76,20 @@ TP2xCP2xEP4       -      -      -           -      slow       -              slo
 """
 
 TABLES = """
-layout       llama3  mistral  qwen3_linear  qwen3_yarn  qwen2_moe  mixtral  minimax_m2  olmoe  glm4_moe_lite  kimi_k2  qwen3_next  glm4_moe_plain  qwen3_5_text  qwen3_5  qwen3_5_moe  gpt_oss  gemma3_text  gemma3  deepseek_v32  glm_moe_dsa
-TP1          ci      ci       ci            ci          ci         ci       ci          ci     ci             ci       ci          ci              ci            ci       ci           ci       ci           ci      ci            ci
-DP2          slow    slow     -             slow        slow       slow     slow        slow   slow           slow     slow        -               -             slow     slow         slow     slow         -       slow          -
-TP2          slow    slow     -             slow        ci         slow     ci          slow   slow           slow     ci          -               ci            slow     ci           ci       ci           slow    slow          ci
-PP2          slow    slow     -             slow        slow       slow     slow        slow   slow           slow     ci          -               slow          ci       slow         slow     ci           slow    slow          slow
-PP2xVPP2     -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             slow     slow         slow     slow         -       slow          -
-CP2          ci      -        -             ci          slow       slow     slow        slow   slow           slow     ci          -               slow          slow     slow         ci       ci           slow    ci            slow
-EP2          -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        ci           ci       -            -       slow          slow
-ETP2         -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        -            -        -            -       slow          -
-TP2xETP2     -       -        -             -           slow       slow     slow        slow   slow           -        slow        -               -             -        -            -        -            -       slow          -
-TP2xPP2      -       -        -             -           -          -        -           -      -              -        -           -               -             -        -            -        slow         -       -             -
-TP2xCP2      -       -        -             -           -          -        -           -      -              -        -           -               -             -        -            -        slow         -       -             -
-TP2xPP2xEP2  -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        slow         slow     -            -       slow          slow
-TP2xCP2xEP2  -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        slow         slow     -            -       slow          slow
+layout       llama3  mistral  qwen3_linear  qwen3_yarn  qwen2_moe  mixtral  minimax_m2  olmoe  glm4_moe_lite  kimi_k2  qwen3_next  glm4_moe_plain  qwen3_5_text  qwen3_5  qwen3_5_moe  gpt_oss  gemma3_text  gemma3  deepseek_v32  glm_moe_dsa  qwen3_5_moe_text
+TP1          ci      ci       ci            ci          ci         ci       ci          ci     ci             ci       ci          ci              ci            ci       ci           ci       ci           ci      ci            ci  ci
+DP2          slow    slow     -             slow        slow       slow     slow        slow   slow           slow     slow        -               -             slow     slow         slow     slow         -       slow          -  -
+TP2          slow    slow     -             slow        ci         slow     ci          slow   slow           slow     ci          -               ci            slow     ci           ci       ci           slow    slow          ci  -
+PP2          slow    slow     -             slow        slow       slow     slow        slow   slow           slow     ci          -               slow          ci       slow         slow     ci           slow    slow          slow  -
+PP2xVPP2     -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             slow     slow         slow     slow         -       slow          -  -
+CP2          ci      -        -             ci          slow       slow     slow        slow   slow           slow     ci          -               slow          slow     slow         ci       ci           slow    ci            slow  -
+EP2          -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        ci           ci       -            -       slow          slow  slow
+ETP2         -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        -            -        -            -       slow          -  -
+TP2xETP2     -       -        -             -           slow       slow     slow        slow   slow           -        slow        -               -             -        -            -        -            -       slow          -  -
+TP2xPP2      -       -        -             -           -          -        -           -      -              -        -           -               -             -        -            -        slow         -       -             -  -
+TP2xCP2      -       -        -             -           -          -        -           -      -              -        -           -               -             -        -            -        slow         -       -             -  -
+TP2xPP2xEP2  -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        slow         slow     -            -       slow          slow  -
+TP2xCP2xEP2  -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        slow         slow     -            -       slow          slow  -
 """
 """Models that differ from the models of `MATRIX` by their tables, and in few computations."""
 

@@ -13,6 +13,7 @@ Config = dict[str, Any]
 
 # vLLM has CPU kernels for these sizes, and two tensor-parallel ranks divide them.
 HEAD, HIDDEN, WIDTH, EXPERT_WIDTH, RANK = 32, 64, 128, 64, 32
+DELTA_HEAD = 64  # the smallest head of a delta net
 EXPERTS, CHOSEN, GROUPS = 8, 2, 4
 WINDOW = 16
 VISION = {"depth": 4, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96}
@@ -74,7 +75,7 @@ def _attention(config: Config) -> Config:
     if config.get("linear_num_key_heads"):
         per_key = config["linear_num_value_heads"] // config["linear_num_key_heads"]
         small |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * per_key}
-        small |= {"linear_key_head_dim": HEAD, "linear_value_head_dim": HEAD}
+        small |= {"linear_key_head_dim": DELTA_HEAD, "linear_value_head_dim": DELTA_HEAD}
     if "sliding_attention" in layer_kinds(config):
         small["sliding_window"] = min(config["sliding_window"], WINDOW)
     if config.get("rotary_dim"):
