@@ -14,7 +14,7 @@ from megarl.errors import NotHereError, RecipeError, as_recipe_error, errors_of
 from megarl.hf import hub, published, weights
 from megarl.hf.adapters import adapter_faults
 from megarl.hf.config import context_length, text_fields
-from megarl.hf.families import family_of, has_tower
+from megarl.hf.families import FAMILIES, has_tower
 from megarl.hf.families.check import check_model, check_sizes
 from megarl.megatron.extra_settings import check_extra
 from megarl.megatron.layout import check_layout
@@ -219,17 +219,18 @@ def sampled_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
     yield from errors_of(check_heads, "rollout", recipe.rollout, config, spread=recipe.rollout.spreads_experts)
 
 
-def check_cpu_engine(recipe: Recipe, config: Config) -> None:
-    """Raise RecipeError if vLLM's CPU build, which samples with cluster.device=cpu, lacks a part of the model."""
-    lacking = family_of(config).no_cpu_engine
+def check_cpu_engine(
+    recipe: Recipe, config: Config, remedy: str = "set it to cuda, or train by SFT, without engines (train.source=sft)"
+) -> None:
+    """Raise RecipeError if the recipe samples on a CPU, and vLLM's CPU build lacks a part of the model.
+
+    config: the model's config.json. remedy: what the error proposes.
+    """
+    kind = text_fields(config)["model_type"]
+    lacking = FAMILIES[kind].no_cpu_engine if kind in FAMILIES else ""
     if lacking and recipe.cluster.device == "cpu" and recipe.train.source == "rollout":
-        kind = text_fields(config)["model_type"]
-        raise RecipeError(
-            "cluster.device",
-            f"vLLM's CPU build has no {lacking}, so it cannot sample from {kind}",
-            "train on cuda; on a CPU, SFT (train.source=sft) trains the model without engines",
-            value="cpu",
-        )
+        problem = f"vLLM's CPU build has no {lacking}, so it cannot sample from {kind}"
+        raise RecipeError("cluster.device", problem, remedy, value="cpu")
 
 
 def _float16_errors(config: Config, key: str) -> Iterator[RecipeError]:

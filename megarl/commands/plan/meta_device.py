@@ -53,7 +53,7 @@ class MetaPlatform(Platform):
         fake_collectives()
         _remember_sent_values()
         F.scaled_dot_product_attention = _attention
-        F.rms_norm = _rms_norm
+        F.rms_norm = rms_norm
 
     def set_device(self, local_rank: int) -> None:
         """Do nothing: there is one device."""
@@ -217,7 +217,7 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
-def _rms_norm(
+def rms_norm(
     input: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,

@@ -22,6 +22,7 @@ OF_TOWERS = {"fullatt_block_indexes": [1, 3], "window_size": 56, "num_position_e
 _SPREAD = 0.05  # standard deviation of random weights
 _FILE_DTYPE = "dtype of the weight files; model.dtype is the trainer's dtype"
 _REASONS = {"initializer_range": "random weights", "dtype": _FILE_DTYPE, "torch_dtype": _FILE_DTYPE}
+_IMAGE_IDS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 _ROTARY = ("rope_scaling", "rope_parameters")  # names before transformers 5, and since
 
 # Fields that define the architecture. The table of changes lists them as kept.
@@ -47,7 +48,8 @@ def shrink_model(hf_config: Config, layers: int, changes: Changes) -> Config:
         small |= _vision(config, small)
     if alone := family_of(hf_config).alone:
         small |= {"model_type": alone[0], "architectures": [alone[1]]}
-        del small["vision_config"]
+        for name in ("vision_config", *_IMAGE_IDS):
+            small.pop(name, None)
         changes.note("reduced", "config.json: vision_config", "a tower", "none", "it is not trained")
     _note(config, small, changes)
     return _in_sections(small, hf_config["text_config"]) if family_of(hf_config).deepstack else small
@@ -108,9 +110,8 @@ def _ids(config: Config) -> Config:
     """Return the token ids of the tiny tokenizer."""
     ids: Config = {"bos_token_id": None, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     if has_tower(config):
-        names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-        assert len(names) == len(IMAGE_TOKENS)
-        ids |= {name: FIRST_IMAGE_ID + number for number, name in enumerate(names)}
+        assert len(_IMAGE_IDS) == len(IMAGE_TOKENS)
+        ids |= {name: FIRST_IMAGE_ID + number for number, name in enumerate(_IMAGE_IDS)}
     return ids
 
 

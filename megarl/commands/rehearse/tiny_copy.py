@@ -24,6 +24,10 @@ from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
 
 RECIPE = "tiny_copy.yaml"
+_NO_ENGINE = (  # a rehearsal sets cluster.device=cpu
+    "check the recipe with `megarl plan`, which needs no engine, and rehearse the model's trainers with an SFT recipe: "
+    "megarl rehearse recipes/retool_sft.yaml --shape NAME (a name of megarl/hf/published)"
+)
 _SEED = 0
 _FOLDER = "in the folder of the tiny copy"
 _SPREAD = 0.1  # standard deviation of norm weights, so that swapped norms are detected
@@ -54,7 +58,7 @@ def make_tiny_copy(
     hf_config = config_of(recipe.model.path, path, name=shape)
     raise_all(policy_errors(recipe, hf_config))  # before shrinking, which hides many errors
     small = shrink_settings(recipe, processes, changes)
-    check_cpu_engine(small, hf_config)
+    check_cpu_engine(small, hf_config, _NO_ENGINE)
     config = shrink_model(hf_config, max(layers_for(small.megatron), layers_for(small.critic.megatron)), changes)
     model = folder / "model"
     make_tiny_tokenizer(model, images=has_tower(config))
