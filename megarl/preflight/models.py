@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl import platform as platforms
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
@@ -19,6 +20,7 @@ from megarl.hf.families.check import check_model, check_sizes
 from megarl.megatron.extra_settings import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
+from megarl.platform.kinds import kind_of
 from megarl.preflight.engines import check_experts, check_heads, check_quantization
 from megarl.recipe.data import DataConfig
 from megarl.recipe.derived.at_update import update_rule
@@ -228,9 +230,10 @@ def check_cpu_engine(
     """
     kind = text_fields(config)["model_type"]
     lacking = FAMILIES[kind].no_cpu_engine if kind in FAMILIES else ""
-    if lacking and recipe.cluster.device == "cpu" and recipe.train.source == "rollout":
+    accelerator = kind_of(platforms.kind(recipe.cluster.device)).accelerator
+    if lacking and not accelerator and recipe.train.source == "rollout":
         problem = f"vLLM's CPU build has no {lacking}, so it cannot sample from {kind}"
-        raise RecipeError("cluster.device", problem, remedy, value="cpu")
+        raise RecipeError("cluster.device", problem, remedy, value=recipe.cluster.device)
 
 
 def _float16_errors(config: Config, key: str) -> Iterator[RecipeError]:
