@@ -287,6 +287,8 @@ def _start_processes(setup: RunSetup, cluster: Cluster, log: RunLog) -> Started:
     flops, critic_flops = setup.prepared.flops, setup.prepared.critic_flops
     learners = Learners.start(recipe, cluster, platform.name, folder.path, flops, critic_flops, setup.place.resumes)
     log.reached("trainers have the model")
+    if cluster.not_taken:
+        log.warn(f"Workers of the previous controller, in whose place others start: {'; '.join(cluster.not_taken)}")
     descriptions = descriptions or wait_for_start(engines, loading, doing="load", limit=limit)
     wait_for_start(fixed, loading_fixed, doing="load", limit=limit)
     log.reached("engines and all other processes are ready" if rollout else "all processes are ready")
@@ -342,10 +344,8 @@ def connect_engines(
             descriptions = [fleet.descriptions[i] for i in indices]
             return open_weight_sync(recipe, actor, members, descriptions, notify_once, with_learners(check))
 
-        limit = recipe.rollout.start_timeout
-        return DisaggregatedFleet(
-            actor, fleet.engines, session, members, fleet, open_session, with_learners(check), limit
-        )
+        both, limit = with_learners(check), recipe.rollout.start_timeout
+        return DisaggregatedFleet(actor, fleet.engines, session, members, fleet, open_session, both, limit)
     open_again = functools.partial(
         open_weight_sync, recipe, actor, engines, started.descriptions, notify_once, with_learners(check_processes)
     )

@@ -125,6 +125,8 @@ class Cluster(Protocol):
     requests: dict[str, Callable[[list[str]], Any]]
     """Functions that answer other processes of this user, by the first word of the request (`answering_requests`). They are
     called in threads with the other words, and return plain values."""
+    not_taken: list[str]
+    """For each worker of an earlier controller that does not go on in spite of `train.keep_workers`: its name, and why."""
 
     def start_trainers(
         self,

@@ -6,11 +6,14 @@ A handle passes the server's method itself, not its name: mypy compares the argu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from megarl.cluster.base import Service
+from megarl.cluster.calls import when_done
 from megarl.cluster.outages import Outage
 from megarl.engines.base import GroupRank
 from megarl.platform.load import MachineLoad
@@ -195,3 +198,23 @@ def with_engine_check(engines: Sequence[EngineHandle], check: Callable[[], None]
                 end.result()
 
     return check_all
+
+
+def load_group(engines: Sequence[EngineHandle]) -> list[Future[dict[str, Any]]]:
+    """Start loading the engines of one group (`rollout.data_parallel`); the results are their descriptions.
+
+    The members start once the first engine has opened the group's rendezvous. One that is alone starts at once.
+    """
+    if len(engines) == 1:
+        return [engines[0].start()]
+    processes = [EngineHandle(engine.service) for engine in engines]  # the handles may get others
+    loads: list[Future[dict[str, Any]]] = [Future() for _ in engines]
+
+    def start(rank: int, opened: Future[GroupRank]) -> None:
+        started = processes[rank].start(replace(opened.result(), rank=rank, size=len(engines)))
+        when_done(started, lambda done: loads[rank].set_result(done.result()), loads[rank])
+
+    opened = processes[0].open_rendezvous()
+    for rank, load in enumerate(loads):
+        when_done(opened, functools.partial(start, rank), load)
+    return loads

@@ -145,8 +145,8 @@ def start_fleet(
         cluster.release_service(fleet.engines[engine].service)
         released.add(engine)
 
-    limits = (rollout.start_timeout, rollout.step_timeout)
-    fleet = Fleet(engines, descriptions, rollout.min_engines, restart, notice, end, *limits)
+    limits, size = (rollout.start_timeout, rollout.step_timeout), rollout.data_parallel
+    fleet = Fleet(engines, descriptions, rollout.min_engines, restart, notice, end, *limits, group_size=size)
     cluster.on_check(fleet.poll)
     return fleet
 
@@ -158,7 +158,8 @@ def check_for(
     samples call it every second. Also return the watch over services, which `notice` reports, also while trainers compute."""
     outages = OutageWatch(engines, rollout.outage_timeout, lambda text: notice(text, "outage"))
     cluster.on_check(outages.poll)
-    processes = cluster.check if rollout.data_parallel == 1 else with_engine_check(engines, cluster.check)
+    is_fixed_group = rollout.data_parallel > 1 and rollout.min_engines is None
+    processes = with_engine_check(engines, cluster.check) if is_fixed_group else cluster.check
 
     def check() -> None:
         processes()

@@ -23,7 +23,7 @@ from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.environment import variables
 from megarl.recipe.observe import trace_options
 from megarl.recipe.schema import ClusterConfig, Recipe, RolloutConfig
-from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle
+from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle, load_group
 from megarl.rollout.tape import RunTape
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
@@ -103,21 +103,11 @@ def start_engine(
 
 
 def load_engines(rollout: RolloutConfig, engines: Sequence[EngineHandle]) -> list[Future[dict[str, Any]]]:
-    """Start loading the policy's engines; the results are their descriptions.
-
-    `rollout.data_parallel` consecutive engines form a group. Its members start once its first engine has opened the
-    group's rendezvous.
-    """
+    """Start loading the policy's engines; the results are their descriptions. `rollout.data_parallel` consecutive engines form a
+    group."""
     size = rollout.data_parallel
-    if size == 1:
-        return [engine.start() for engine in engines]
-    firsts = engines[::size]
-    opening = [first.open_rendezvous() for first in firsts]
-    group_ranks = wait_for_start(firsts, opening, doing="open its group's rendezvous", limit=rollout.start_timeout)
-    return [
-        engine.start(replace(group_ranks[number // size], rank=number % size, size=size))
-        for number, engine in enumerate(engines)
-    ]
+    groups = [engines[first : first + size] for first in range(0, len(engines), size)]
+    return [load for group in groups for load in load_group(group)]
 
 
 def wait_for_start(

@@ -71,24 +71,31 @@ def test_workers_of_a_controller_that_dies(keeper: KeeperProcess, environ: dict[
     environ = environ | keeper.env
     first = Controller(tmp_path, environ)
     trainers, (engine0, engine1), *kept = first.workers()
-    assert kept == [False, [False, False]]
+    assert kept == [False, [False, False], []]
     first.end("busy")
     second = Controller(tmp_path, environ)
     again, (engine0_again, engine1_again), *kept = second.workers()
-    assert (again, engine0_again, kept) == (trainers, engine0, [True, [True, False]])
+    refused = "service engine1 cannot serve another controller: a call to it has failed, or its engine has"
+    assert (again, engine0_again, kept) == (trainers, engine0, [True, [True, False], [refused]])
     assert not any(map(alive, engine1)) and engine1_again != engine1, "its release has refused"
     second.end("fail")
     third = Controller(tmp_path, environ)
     new, (engine0_again, _), *kept = third.workers()
-    assert kept == [False, [True, False]] and engine0_again == engine0
+    of_trainer = "trainer rank 0 cannot serve another controller: a call to it has failed, or its engine has"
+    assert kept == [False, [True, False], [refused, of_trainer]] and engine0_again == engine0
     assert not any(map(alive, trainers)) and not {*new} & {*trainers}
-    third.end("")
-    fourth = Controller(tmp_path, environ, "other settings")
-    *_, trainers_kept, engines_kept = fourth.workers()
+    third.end("die")
+    fourth = Controller(tmp_path, environ)
+    newer, _, *kept = fourth.workers()
+    assert kept == [False, [True, False], [refused, "trainer rank 1 has ended, too"]] and not any(map(alive, new))
+    fourth.end("")
+    last = Controller(tmp_path, environ, "other settings")
+    *_, trainers_kept, engines_kept, not_taken = last.workers()
     assert [trainers_kept, *engines_kept] == [False, False, False]
-    assert not any(map(alive, [*new, *engine0]))
-    fourth.end("end")
-    assert third.process.returncode == -9 and fourth.process.returncode == 0 and keeper.alive()
+    assert sum(text.endswith(" has other settings") for text in not_taken) == 3, not_taken  # two trainers, one engine
+    assert not any(map(alive, [*newer, *engine0]))
+    last.end("end")
+    assert fourth.process.returncode == -9 and last.process.returncode == 0 and keeper.alive()
 
 
 @pytest.mark.stack

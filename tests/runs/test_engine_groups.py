@@ -8,12 +8,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megarl.cluster.device_map import Demand, place_on_cpus
 from megarl.cluster.process import free_port
 from tests.support.stack import ROOT, environment, metrics, run
-from tests.support.training_runs import SMALL, Run, assert_ended, descendants, settings
+from tests.support.training_runs import (
+    SMALL,
+    Run,
+    assert_ended,
+    background_runs,
+    descendants,
+    pid_in_log,
+    settings,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
@@ -107,3 +117,29 @@ def test_a_group_spans_two_nodes(quickstart_data: Path, tmp_path: Path) -> None:
             node.wait(30)
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert all(line["rollout/logprob_gap_max"] < 1e-4 for line in metrics(tmp_path / "nodes"))
+
+
+@pytest.mark.timeout(900)
+def test_a_group_with_a_dead_engine_starts_again_while_the_run_goes_on(quickstart_data: Path, tmp_path: Path) -> None:
+    """The other group samples meanwhile, and the new processes form a group again, which gets the weights and samples."""
+    more = [
+        "cluster.placement=disaggregated", "rollout.engines=4", "rollout.data_parallel=2", "rollout.min_engines=2", "train.save_every=0",
+        "train.stop_after_skipped=0", "rollout.max_response_length=48", "rollout.max_staleness=1", "rollout.at_update=drain",
+    ]  # fmt: skip
+    with background_runs(quickstart_data, tmp_path, *SMALL, *more) as start:
+        run = start("groups")
+        run.wait_for_steps(2)
+        peer = pid_in_log(run.directory, "engine0")
+        os.kill(pid_in_log(run.directory, "engine1"), signal.SIGKILL)
+        wait_for(run, "fleet/serving", 2.0)
+        wait_for(run, "fleet/serving", 4.0)
+        assert not psutil.pid_exists(peer), "it waits for its group in each step"
+        run.wait_for_steps(len(metrics(run.directory)) + 2)
+        run.process.send_signal(signal.SIGTERM)
+        status, errors = run.end(120)
+    assert status == 143, errors
+    lines, notices = metrics(run.directory), (run.directory / "notices.jsonl").read_text()
+    assert [line["step"] for line in lines] == [*range(1, len(lines) + 1)]
+    assert "engine0 ends with engine1, of the same group" in notices and "SIGKILL" in notices
+    assert all(f"engine{number} has the run's weights, and samples" in notices for number in (0, 1))
+    assert max(line["rollout/logprob_gap_max"] for line in lines if line["rollout/staleness_max"] == 0) < 1e-4

@@ -6,7 +6,6 @@ import functools
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from benchmarks.deaths import OF_FAULTS
 from benchmarks.injection import hang
 from megarl.observe.metrics import without_times
 from tests.support.stack import metrics
-from tests.support.training_runs import SMALL, Run, background_runs, pid_in_log, train
+from tests.support.training_runs import SMALL, Run, background_runs, pid_in_log, train, wait_for
 
 pytestmark = pytest.mark.stack
 
@@ -40,15 +39,6 @@ FLEET = [
 def started(quickstart_data: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
     with background_runs(quickstart_data, tmp_path, *FLEET) as start:
         yield functools.partial(start, "fleet")
-
-
-def wait_for(run: Run, key: str, value: float) -> None:
-    """Wait until the last step has this metric."""
-    deadline = time.monotonic() + 300
-    while metrics(run.directory)[-1][key] != value:
-        assert run.process.poll() is None, run.process.communicate()[1]
-        assert time.monotonic() < deadline, f"{key} was not {value} in time"
-        time.sleep(0.1)
 
 
 RULES = [

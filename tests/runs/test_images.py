@@ -49,6 +49,36 @@ def rows(count: int) -> list[dict[str, Any]]:
     return table
 
 
+COLORS = [(220, 40, 40), (40, 200, 60), (50, 60, 230), (230, 220, 50)]
+
+
+def colored(count: int, *, seed: int, shown: bool = True) -> list[dict[str, Any]]:
+    """Rows with a noisy picture of one of four colors, whose number is the answer. The text is the same in all of them.
+
+    shown: False: the picture has the color of another row, so that nobody can know the answer.
+    """
+    from PIL import Image
+
+    random, table = np.random.default_rng(seed), []
+    for number in range(count):
+        answer = int(random.integers(4))
+        color = COLORS[answer if shown else int(random.integers(4))]
+        width, height = (int(side) for side in random.integers(28, 90, 2))
+        values = np.clip(np.array(color) + random.normal(0, 30, (height, width, 3)), 0, 255).astype(np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(values).save(file, format="PNG")
+        table.append(
+            {
+                "data_source": "colors",
+                "prompt": [{"role": "user", "content": "w7 <image> w8"}],
+                "images": [{"bytes": file.getvalue(), "path": None}],
+                "reward_model": {"style": "rule", "ground_truth": str(answer)},
+                "extra_info": {"index": number},
+            }
+        )
+    return table
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with model/ and rows.parquet."""
@@ -104,3 +134,30 @@ def test_waiting_groups_keep_their_images_after_a_resume(folder: Path, tmp_path:
     train(folder, tmp_path, "rest", "rollout.max_staleness=1", "rollout.at_update=drain", resume)
     (line,) = metrics(tmp_path / "rest")
     assert without_times([line]) == without_times(metrics(tmp_path / "whole")[2:])
+
+
+LEARNING = [
+    "reward.function=tests.support.scorers:word_of_the_color", "data.prompts_per_step=16", "rollout.samples_per_prompt=8",
+    "rollout.max_response_length=1", "rollout.engine_args.max_num_seqs=128", "evaluation.limit=128", "evaluation.at_start=true",
+    "algorithm.kl_coef=0", "train.steps=40",
+]  # fmt: skip
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("model", ["vl", "qwen3_vl"])
+def test_a_policy_learns_to_read_the_image(model: str, tmp_path: Path) -> None:
+    """From one right answer in four to four in five, on pictures that it has not seen; without the answer in the pictures it stays at
+    chance."""
+    write_vl_model(tmp_path / "model", model)
+    write_processor(tmp_path / "model")
+    accuracies = {}
+    for name in ("shown", "hidden"):
+        write_parquet(tmp_path / "rows.parquet", colored(1024, seed=1, shown=name == "shown"))
+        write_parquet(tmp_path / "held_out.parquet", colored(128, seed=2, shown=name == "shown"))
+        train(tmp_path, tmp_path, name, *LEARNING, f"data.eval_files=[{tmp_path}/held_out.parquet]")
+        accuracies[name] = [
+            line["eval/rewards/mean"] for line in metrics(tmp_path / name) if "eval/rewards/mean" in line
+        ]
+    print(accuracies)
+    (before, after), (_, hidden) = accuracies["shown"], accuracies["hidden"]
+    assert before < 0.4 and after > 0.8 and hidden < 0.4, accuracies

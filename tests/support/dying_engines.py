@@ -25,6 +25,7 @@ class Service(ManualService):
         self.dead: Failure | None = None
         self.stopping = False
         self.started: Future[Any] = Future()
+        self.rendezvous: Future[Any] = Future()
         self.end: Future[None] = Future()  # of `watch`
         self.step: int | None = None  # that runs
 
@@ -34,6 +35,8 @@ class Service(ManualService):
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         if method in ("start", "watch"):
             return self.started if method == "start" else self.end
+        if method == "open_rendezvous":
+            return self.rendezvous
         if method == "running_step":
             answer: Future[Any] = Future()
             answer.set_result(self.step)
@@ -43,6 +46,12 @@ class Service(ManualService):
     def die(self) -> None:
         """End the process."""
         self.dead = Failure.death(self.known_place, "killed")
+        self.fail_calls(ServiceDied(self.dead))
+
+    def stop(self) -> None:
+        """End the process on purpose."""
+        self.stopping = True
+        self.dead = Failure.death(self.known_place, "it was stopped")
         self.fail_calls(ServiceDied(self.dead))
 
     def break_down(self) -> None:
@@ -60,7 +69,9 @@ class Service(ManualService):
 class Engines:
     """A fleet of services, and the processes that it has started."""
 
-    def __init__(self, count: int = 2, least: int = 1, load_limit: float = math.inf, step_limit: float = 0.0) -> None:
+    def __init__(
+        self, count: int = 2, least: int = 1, load_limit: float = math.inf, step_limit: float = 0.0, group_size: int = 1
+    ) -> None:
         self.services = [Service(number) for number in range(count)]
         self.handles = [EngineHandle(each) for each in self.services]  # type: ignore[arg-type]
         self.notices: list[str] = []
@@ -69,7 +80,8 @@ class Engines:
         self.ended: list[int] = []  # engines that have left and lost their process
         descriptions = [{"receivers": number} for number in range(count)]
         limits = (load_limit, step_limit)
-        self.fleet = Fleet(self.handles, descriptions, least, self.restart, self.note, self.end, *limits, together=0.0)
+        functions = (self.restart, self.note, self.end)
+        self.fleet = Fleet(self.handles, descriptions, least, *functions, *limits, together=0.0, group_size=group_size)
 
     def note(self, text: str, event: str | None) -> None:
         self.notices.append(text)

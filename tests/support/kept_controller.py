@@ -1,7 +1,7 @@
 """A controller with workers that belong to a keeper: ``python -m tests.support.kept_controller LOGS SETTINGS``.
 
-It prints the process ids of its workers as JSON, and whether they are kept, and then obeys its stdin: "busy" begins a call of 4 s to the trainers and
-kills this process, "fail" lets a call fail and kills it, "end" shuts the cluster down. At the end of stdin it kills itself.
+It prints the process ids of its workers as JSON, whether they are kept, and why others are not, and then obeys its stdin: "busy" begins a call of 4 s to the trainers and
+kills this process, "die" kills trainer rank 1 and this process, "fail" lets a call fail and kills it, "end" shuts the cluster down. At the end of stdin it kills itself.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def main(logs: Path, settings: str) -> None:
     assert trainers.call("sum", 2) == [4.0, 4.0]  # in the same process group
     assert engines[0].call("scaled", 2).result(timeout=60) == 6
     engine_pids = [each.call("child_pid").result(timeout=60) for each in engines]
-    print(json.dumps([pids, engine_pids, trainers.kept, [each.kept for each in engines]]), flush=True)
+    print(
+        json.dumps([pids, engine_pids, trainers.kept, [each.kept for each in engines], cluster.not_taken]), flush=True
+    )
     word = sys.stdin.readline().strip()
     if word == "busy":
         for actor in trainers._actors:
@@ -68,6 +70,8 @@ def main(logs: Path, settings: str) -> None:
     if word == "fail":
         trainers._actors[0].call.remote("no_such_method", ())
         time.sleep(1.0)
+    if word == "die":
+        os.kill(pids[1], signal.SIGKILL)
     if word == "end":
         cluster.shutdown()
         return
@@ -83,13 +87,13 @@ class Controller:
             command, cwd=ROOT, env=dict(environ), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def workers(self) -> tuple[list[int], list[list[int]], bool, list[bool]]:
-        """Return pids of the trainers and (pid, pid of the child) of the engines, and which are kept."""
+    def workers(self) -> tuple[list[int], list[list[int]], bool, list[bool], list[str]]:
+        """Return pids of the trainers and (pid, pid of the child) of the engines, which are kept, and why others are not."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the controller ended with status {self.process.wait()}"
-        trainers, engines, trainers_kept, engines_kept = json.loads(line)
-        return trainers, engines, trainers_kept, engines_kept
+        trainers, engines, trainers_kept, engines_kept, not_taken = json.loads(line)
+        return trainers, engines, trainers_kept, engines_kept, not_taken
 
     def end(self, word: str) -> None:
         """Let the controller end in the way of `word`, and wait."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from megarl.cluster.failures import HEADER
-from tests.support.stack import ROOT, command, environment, run
+from tests.support.stack import ROOT, command, environment, metrics, run
 
 TINY = [
     "data.prompts_per_step=4",
@@ -52,11 +52,11 @@ FEWEST_PROCESSES = 3
 class Run:
     """A training in the background; the fixture `started` kills it at the end of the test."""
 
-    def __init__(self, data: Path, runs: Path, name: str, *more: str):
+    def __init__(self, data: Path, runs: Path, name: str, *more: str, torchrun: int = 0):
         self.directory = runs / name
         arguments = ["train", "recipes/quickstart.yaml", *settings(data, runs, name, *SMALL, "train.steps=500", *more)]
         self.process = subprocess.Popen(
-            command(*arguments),
+            command(*arguments, torchrun=torchrun),
             cwd=ROOT,
             env=environment(),
             stdout=subprocess.DEVNULL,
@@ -91,8 +91,8 @@ def background_runs(data: Path, folder: Path, *common: str) -> Iterator[Callable
     """Yield a function that starts a `Run` by its name and further settings. All runs are killed when the block is left."""
     runs: list[Run] = []
 
-    def start(name: str, *more: str) -> Run:
-        runs.append(Run(data, folder, name, *common, *more))
+    def start(name: str, *more: str, torchrun: int = 0) -> Run:
+        runs.append(Run(data, folder, name, *common, *more, torchrun=torchrun))
         return runs[-1]
 
     yield start
@@ -134,3 +134,12 @@ def lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def wait_for(run: Run, key: str, value: float) -> None:
+    """Wait until the last step has this metric."""
+    deadline = time.monotonic() + 300
+    while metrics(run.directory)[-1][key] != value:
+        assert run.process.poll() is None, run.process.communicate()[1]
+        assert time.monotonic() < deadline, f"{key} was not {value} in time"
+        time.sleep(0.1)

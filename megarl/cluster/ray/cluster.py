@@ -48,6 +48,7 @@ class RayCluster(Cluster):
     ) -> None:
         self._devices, self._log_dir, self.stall = devices, log_dir, stall
         self._owner = owner_of(address, keeper)
+        self.not_taken = self._owner.not_taken
         self._trainer_env = trainer_env | self._owner.env
         self._groups: list[RayGroup] = []
         self._services: list[RayService] = []

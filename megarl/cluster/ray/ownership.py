@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from megarl.cluster.failures import ProcessInfo, host_name
 from megarl.cluster.keeper import KeeperAddress
@@ -41,6 +41,7 @@ class ControllersProcesses:
 
     def __init__(self, address: str | None) -> None:
         self._reaper, self._address = OrphanReaper(), address
+        self.not_taken: list[str] = []  # always empty
         self.env = self._reaper.env
         self._owns_ray, self.watch = not ray.is_initialized(), RayProcessWatch([])
         self.private = self._owns_ray and not address  # all processes are on this machine
@@ -83,6 +84,9 @@ class KeepersProcesses:
         self.env = {VARIABLE: keeper.mark, "SPT_NOENV": "1"}
         self.watch = RayProcessWatch([])
         self._nursery: Any = None
+        self.not_taken: list[
+            str
+        ] = []  # for each worker of the previous controller that cannot go on: its name, and why
         self._actors: dict[str, Any] = {}  # of the previous controller, by name; `take_...` removes them
         self._answers: dict[str, Any] = {}  # their replies to `release`, by name
 
@@ -138,6 +142,8 @@ class KeepersProcesses:
             ray_wait(answers, num_returns=len(answers), timeout=self._keeper.seconds if settings else 0)
         workers = [self._kept(name, settings) for name in names]
         kept = [worker for worker in workers if worker is not None]
+        if settings:
+            self.not_taken += [f"{name} {why}" for name in names if (why := self._why_not(name, settings))]
         if not settings or len(kept) < len(names):
             self._end([name for name in names if name in self._actors])
             return []
@@ -151,6 +157,20 @@ class KeepersProcesses:
         if place is None or of_worker != settings:
             return None
         return KeptWorker(self._actors[name], place, has_shutdown)
+
+    def _why_not(self, name: str, settings: str) -> str:
+        """Return why the worker `name` of the previous controller cannot go on; "" if it can, or if there was none."""
+        if name not in self._answers:
+            return ""
+        try:
+            _, of_worker, _ = ray_get(self._answers[name], timeout=0)
+        except GetTimeoutError:
+            return f"is busy with a call, and has not ended it within train.keep_workers = {self._keeper.seconds:g} s"
+        except RayError:
+            return "has ended, too"
+        if not of_worker:
+            return "cannot serve another controller: a call to it has failed, or its engine has"
+        return "" if of_worker == settings else "has other settings"
 
     def _answer(self, name: str) -> tuple[ProcessInfo | None, str, bool]:
         """Return place, digest of the settings and presence of a ``shutdown`` of a worker that has replied."""

@@ -189,6 +189,7 @@ class TorchrunCluster(Cluster):
         self._group: TorchrunGroup | None = None
         self._services: list[LocalService] = []
         self.requests: dict[str, Callable[[list[str]], Any]] = {}
+        self.not_taken: list[str] = []  # torchrun keeps none
         self._service_watch: tuple[list[LocalService], LocalWatch] | None = None
         self._claimed: dict[str, dict[str, str]] = {}  # by service: the variables that show it its devices
         self._on_check: list[Callable[[], None]] = []

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from megarl.engines import check_argument, package_folder
 from megarl.engines.base import EngineLimits, EngineSpec, EngineTraces
-from megarl.engines.vllm import ascend, fp32_head, lora, quantization
+from megarl.engines.vllm import ascend, changing_weights, fp32_head, lora, quantization
 from megarl.engines.vllm.ascend import task_queue as task_queue
 from megarl.engines.vllm.dispatch_buffers import DEFAULT_MB, dispatch_buffer
 from megarl.engines.vllm.images import image_args
@@ -65,9 +65,6 @@ _OWNED_IN: dict[str, dict[str, str | None]] = {
     },
     "judge": {"max_model_len": "judge.max_prompt_length and judge.max_tokens", "max_logprobs": None},
 }
-
-
-_OUTSIDE_CACHES = ("kv_transfer_config", "kv_offloading_size")
 
 
 def process_env(threads: int) -> dict[str, str]:
@@ -215,10 +212,8 @@ def _check_values(engine_args: Mapping[str, Any], section: str) -> None:
         cause = f"it is below max_num_seqs = {sequences}, and each sequence needs a token per step"
         remedy = "raise it, or lower max_num_seqs"
         raise RecipeError(f"{section}.engine_args.max_num_batched_tokens", cause, remedy, value=tokens)
-    outside = next((name for name in _OUTSIDE_CACHES if engine_args.get(name)), None)
-    if section == "rollout" and outside is not None:
-        cause = "KV caches outside the device would survive updates of the weights, and be reused"
-        raise RecipeError(f"rollout.engine_args.{outside}", cause, "leave it out", value=engine_args[outside])
+    if section == "rollout":
+        changing_weights.check(engine_args)
 
 
 def log_probs_mode(spec: EngineSpec) -> str:

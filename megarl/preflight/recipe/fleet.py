@@ -20,16 +20,15 @@ def fleet_errors(recipe: Recipe) -> Iterator[RecipeError]:
                 "rollout.step_timeout", problem, "leave it out, or set rollout.min_engines", value=rollout.step_timeout
             )
         return
-    most = rollout.engines if recipe.cluster.elastic else rollout.engines - 1  # a smaller layout may have just these
+    size = rollout.data_parallel
+    most = rollout.engines if recipe.cluster.elastic else rollout.engines - size  # a smaller layout may have just these
     if least > most:
-        problem = f"with rollout.engines={rollout.engines}, each death would leave fewer"
+        of_groups = f" in groups of {size} (rollout.data_parallel), which end together" if size > 1 else ""
+        problem = f"with rollout.engines={rollout.engines}{of_groups}, each death would leave fewer"
         yield _error(least, problem, f"set it to {most} at most" if most else "leave it out")
     if recipe.cluster.placement == "colocated":
         problem = "an engine that starts again would load its model while trainers use its devices"
         yield _error(least, problem, "set cluster.placement=disaggregated, or leave it out and set train.restarts")
-    if rollout.data_parallel > 1:
-        problem = "engines of a group (rollout.data_parallel) run each step together, so that none can go on alone"
-        yield _error(least, problem, "leave it out, and set train.restarts")
     if update_rule(recipe) == "finish":
         problem = (
             "with rollout.at_update=finish a weight sync that is opened again, without the dead engine, would change the weights of "

@@ -14,7 +14,9 @@ from megarl.errors import pluralize
 from megarl.recipe.observe import Event
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.fleet.departures import Departures
-from megarl.rollout.fleet.states import EngineStates, Member
+from megarl.rollout.fleet.groups import EngineGroups
+from megarl.rollout.fleet.states import MOST_STARTS, EngineStates, Member
+from megarl.types import Metrics
 
 HAND_OVER_SECONDS = 30.0  # time for a leaving engine to hand its groups over; updates wait for it
 
@@ -44,16 +46,19 @@ class ChangingFleet:
         least: int,
         notice: Callable[[str, Event | None], None],
         end: Callable[[int], None],
+        groups: EngineGroups,
     ) -> None:
-        """See `Fleet`."""
+        """See `Fleet`. groups: of the engines; the number of engines in groups does not change."""
         self.engines, self.descriptions = list(engines), list(descriptions)
         self.lock = threading.RLock()
-        self.least, self._notice, self._end = least, notice, end
+        self.least, self._notice, self._end, self._groups = least, notice, end, groups
         self._states = EngineStates(len(self.engines))
         self._departures = Departures(self._states)
         self._messages: list[tuple[str, Event | None]] = []
         self._to_end: list[int] = []  # engines that have left, and have a process to end
         self._evaluations = 0  # that run now
+        self._sampled_again = 0  # groups, since the last metrics
+        self._recorded = [0] * len(self.engines)  # number of the process, at the last call of `take_restarted`
 
     @property
     def wanted(self) -> int:
@@ -143,6 +148,32 @@ class ChangingFleet:
         """The engines' states. Hold the lock."""
         return self._states
 
+    def count_sampled_again(self) -> None:
+        """Count a group of a dead engine that is sampled again from its start."""
+        with self.lock:
+            self._sampled_again += 1
+
+    def take_restarted(self) -> list[int]:
+        """Return the engines that have died, were ended, or were added since the last call."""
+        with self.lock:
+            engines = range(self._states.count)
+            now = [self._states.process(engine) + self._states.is_dead(engine) for engine in engines]
+            before, self._recorded = self._recorded, now
+            return [engine for engine in engines if engine >= len(before) or before[engine] != now[engine]]
+
+    def take_metrics(self) -> Metrics:
+        """Return the metrics since the last call."""
+        with self.lock:
+            again, self._sampled_again = self._sampled_again, 0
+            return {
+                "fleet/serving": float(len(self._states.serving)),
+                "fleet/starting": float(len(self._states.staying) - len(self._states.serving)),
+                "fleet/leaving": float(len(self._states.leaving)),
+                "fleet/wanted": float(self._states.wanted),
+                "fleet/deaths": float(self._states.deaths),
+                "fleet/sampled_again": float(again),
+            }
+
     # --- for `Fleet`, which has the lock; except `_print` and `_end_removed` ---------------------------------------------
 
     def _change_number(self) -> list[int]:
@@ -197,6 +228,20 @@ class ChangingFleet:
         for engine in engines:
             if engine < len(self.engines):  # it has had a process
                 self._end(engine)
+
+    def _given_up_text(self, engine: int) -> str:
+        """Return the message of an engine that does not restart, with the commands that start it again."""
+        states, remedy = self._states, "A restart of the run starts it again"
+        text = (
+            f"{engine_name(engine)} has died {MOST_STARTS} times before it sampled, and does not restart; see its log"
+        )
+        if self._groups.size > 1:
+            return f"{text}. {remedy}."
+        fewer = states.wanted - sum(states.is_dead(each) and each not in states.due for each in states.staying)
+        if fewer >= self.least:
+            command = "`megarl engines RUN_DIRECTORY"
+            remedy += f", and so does {command} {fewer}` followed by {command} {states.wanted}`"
+        return f"{text}. {remedy}."
 
     def _add_message(self, text: str, event: Event | None) -> None:
         """Add a message, which `_print` gives to the user."""

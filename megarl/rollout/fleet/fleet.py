@@ -31,11 +31,11 @@ from megarl.cluster.failures import (
 from megarl.engines.base import engine_name
 from megarl.errors import ProcessFailure, pluralize
 from megarl.recipe.observe import Event
-from megarl.rollout.engine_handle import EngineHandle
+from megarl.rollout.engine_handle import EngineHandle, load_group
 from megarl.rollout.fleet.changing import ChangingFleet
-from megarl.rollout.fleet.states import MOST_STARTS, Member
+from megarl.rollout.fleet.groups import EngineGroups
+from megarl.rollout.fleet.states import Member
 from megarl.rollout.fleet.step_watch import StepWatch
-from megarl.types import Metrics
 from megarl.weight_sync.session import WeightSyncError
 
 DEATH_SECONDS = (
@@ -62,13 +62,15 @@ class Fleet(ChangingFleet):
         load_limit: float = math.inf,
         step_limit: float = 0.0,
         together: float = TOGETHER_SECONDS,
+        group_size: int = 1,
     ) -> None:
         """descriptions: results of the engines' `start`. min_engines: `rollout.min_engines`. restart: kills an engine's
         process if it still runs, and starts a new one behind its handle; it appends the handle of an additional engine to `engines`.
         notice: receives messages for the user, with their event. end: ends the process of an engine that leaves, and frees its
         devices. load_limit: seconds after which a new process that has not loaded counts as dead. step_limit: see `StepWatch`.
-        together: seconds after a death in which `poll` looks for other deaths before it restarts an engine."""
-        super().__init__(engines, descriptions, min_engines, notice, end)
+        together: seconds after a death in which `poll` looks for other deaths before it restarts an engine. group_size:
+        `rollout.data_parallel`; the engines of a group end and restart together."""
+        super().__init__(engines, descriptions, min_engines, notice, end, EngineGroups(group_size))
         self._restart = restart
         self._load_limit, self._load_began = load_limit, dict[int, float]()
         self._steps = StepWatch(step_limit, load_limit)
@@ -80,8 +82,6 @@ class Fleet(ChangingFleet):
         self._updating: set[Member] = set()  # engines that take part in the update that runs
         self._interrupted = False  # one of them has failed, and no engine samples until the update is repeated
         self._failed: set[Member] = set()  # engines that failed in the update
-        self._sampled_again = 0  # groups, since the last metrics
-        self._recorded = [0] * len(self.engines)  # number of the process, at the last call of `take_restarted`
         for engine in range(len(self.engines)):
             self._watch(engine)
 
@@ -117,39 +117,13 @@ class Fleet(ChangingFleet):
     def serving(self) -> list[int]:
         """Engines that may receive groups."""
         with self.lock:
-            return [] if self._interrupted else self._states.serving
+            return [] if self._interrupted else self._sampling
 
     @property
     def in_update(self) -> bool:
         """True while an update of the weights runs."""
         with self.lock:
             return self._in_update
-
-    def count_sampled_again(self) -> None:
-        """Count a group of a dead engine that is sampled again from its start."""
-        with self.lock:
-            self._sampled_again += 1
-
-    def take_restarted(self) -> list[int]:
-        """Return the engines that have died, were ended, or were added since the last call."""
-        with self.lock:
-            engines = range(self._states.count)
-            now = [self._states.process(engine) + self._states.is_dead(engine) for engine in engines]
-            before, self._recorded = self._recorded, now
-            return [engine for engine in engines if engine >= len(before) or before[engine] != now[engine]]
-
-    def take_metrics(self) -> Metrics:
-        """Return the metrics since the last call."""
-        with self.lock:
-            again, self._sampled_again = self._sampled_again, 0
-            return {
-                "fleet/serving": float(len(self._states.serving)),
-                "fleet/starting": float(len(self._states.staying) - len(self._states.serving)),
-                "fleet/leaving": float(len(self._states.leaving)),
-                "fleet/wanted": float(self._states.wanted),
-                "fleet/deaths": float(self._states.deaths),
-                "fleet/sampled_again": float(again),
-            }
 
     # --- called by the controller's thread -----------------------------------------------------------------------------
 
@@ -162,42 +136,43 @@ class Fleet(ChangingFleet):
         self._find_hangs()
         with self.lock:
             self._read_loads()
+            ended = self._end_broken_groups()
             self._keeps_enough()  # before dead engines leave in place of live ones
             for engine in [] if self._in_update else self._change_number():  # these leave
                 self._no_machine_until.pop(engine, None)
                 self._loading.pop(engine, None)
             waiting = [engine for engine, until in self._no_machine_until.items() if time.monotonic() < until]
-            restartable = self._states.due
-            due = [engine for engine in restartable if engine not in waiting]
+            restartable = self._groups.whole(self._states.due)
+            due = [engine for engine in restartable if not {*self._groups.of(engine)} & {*waiting}]
             is_enough = self._keeps_enough()
-            remaining = (
-                len(restartable) + len(self._states.starting) + len(self._states.members) - len(self._states.leaving)
-            )
+            remaining = len(restartable) + len(self._states.starting) + len(self._members) - len(self._states.leaving)
             too_few = not is_enough or remaining < self.least
             for engine in [] if too_few else due:
                 self._states.restart(engine)
-                if engine not in self._no_machine_until:
+                if not {*self._groups.of(engine)} & self._no_machine_until.keys():
                     verb = "restarts" if self._states.process(engine) else "starts"
                     self._add_message(f"{engine_name(engine)} {verb}", None)
         self._print()
         self._end_removed()
+        for engine in ended if too_few else {*ended} - {*due}:  # a restart ends the others
+            self.engines[engine].stop()
         if too_few:
             assert self._last_death is not None
             raise TooFewEngines(self._last_death, f"\nFewer than rollout.min_engines = {self.least} engines are left.")
-        for engine in due:
-            self._start_again(engine)
+        for group in self._groups.split(due):
+            self._start_again(group)
 
     def members(self) -> list[Member]:
         """Return the engines that take part in the update that begins now, or in the next one."""
         with self.lock:
-            self._updating = set(self._states.members)
-            return self._states.members
+            self._updating = set(self._members)
+            return self._members
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
         """Mark a block as an update of the weights, which is repeated until it succeeds."""
         with self.lock:
-            self._in_update, self._updating = True, set(self._states.members)
+            self._in_update, self._updating = True, set(self._members)
         yield
         with self.lock:  # not after an error: the run ends, or trainers start again and repeat the update
             self._in_update = self._interrupted = False
@@ -266,23 +241,49 @@ class Fleet(ChangingFleet):
 
     # --- inside ----------------------------------------------------------------------------------------------------------
 
-    def _start_again(self, engine: int) -> None:
-        """Start a new process of an engine, or wait if its machine has left the cluster and no other one has devices."""
+    @property
+    def _sampling(self) -> list[int]:
+        return self._groups.whole(self._states.serving)
+
+    @property
+    def _members(self) -> list[Member]:
+        members = dict(self._states.members)
+        return [(engine, members[engine]) for engine in self._groups.whole(members.keys())]
+
+    def _end_broken_groups(self) -> list[int]:
+        """End the living engines of groups with a dead one, for which they would wait in each step. Returns them."""
+        all_ended: list[int] = []
+        for group in self._groups.split(range(self._states.count)):
+            dead = [engine for engine in group if self._states.is_dead(engine)]
+            ended = [engine for engine in group if engine not in dead] if dead else []
+            for engine in ended:
+                self._states.end(engine)
+                self._loading.pop(engine, None)
+                self._add_message(f"{engine_name(engine)} ends with {engine_name(dead[0])}, of the same group", None)
+            all_ended += ended
+        return all_ended
+
+    def _start_again(self, group: Sequence[int]) -> None:
+        """Start new processes of a group's engines, or wait if a machine has left the cluster and no other one has devices."""
+        engine = group[0]
         try:
-            if engine > len(self.engines):
-                raise MachineLost("another engine waits, too")
-            self._restart(engine)
+            for engine in group:
+                if engine > len(self.engines):
+                    raise MachineLost("another engine waits, too")
+                self._restart(engine)
         except MachineLost as error:
             with self.lock:
-                self._states.wait_for_machine(engine)
+                for each in group:
+                    self._states.wait_for_machine(each)
                 if engine not in self._no_machine_until:
                     self._add_message(f"{engine_name(engine)} waits for a machine: {error}", "warning")
                 self._no_machine_until[engine] = time.monotonic() + MACHINE_SECONDS
             return
-        loading = self.engines[engine].start()
+        loads = load_group([self.engines[engine] for engine in group])
         with self.lock:
-            self._no_machine_until.pop(engine, None)
-            self._loading[engine], self._load_began[engine] = loading, time.monotonic()
+            for engine, loading in zip(group, loads, strict=True):
+                self._no_machine_until.pop(engine, None)
+                self._loading[engine], self._load_began[engine] = loading, time.monotonic()
 
     def _watch(self, engine: int) -> None:
         """Notice the failure of an engine in a process that lives, also while it has no group."""
@@ -298,8 +299,8 @@ class Fleet(ChangingFleet):
         """Return whether as many engines serve as the run needs. If not, leaving ones stay. In an update, `restart_all` decides."""
         if self._in_update:
             return True
-        self._stay(self.can_stay()[: max(0, self.least - len(self._states.serving))])
-        return len(self._states.serving) >= self.least
+        self._stay(self.can_stay()[: max(0, self.least - len(self._sampling))])
+        return len(self._sampling) >= self.least
 
     def _is_updating(self, engine: int) -> bool:
         """Return whether an engine takes part in an update that runs. Engines that load meanwhile do not."""
@@ -307,7 +308,7 @@ class Fleet(ChangingFleet):
 
     def _count_members(self) -> int:
         with self.lock:
-            return len(self._states.members)
+            return len(self._members)
 
     def _die(self, engine: int, failure: Failure) -> None:
         self._interrupted = self._interrupted or self._is_updating(engine)
@@ -318,20 +319,10 @@ class Fleet(ChangingFleet):
             return
         if not self._states.die(engine):
             return
-        serving = pluralize(len(self._states.serving), "engine")
+        serving = pluralize(len(self._sampling), "engine")
         self._add_message(f"{failure}\n{serving} left that sample", "death")
         if engine not in self._states.due:
             self._add_message(self._given_up_text(engine), "given_up")
-
-    def _given_up_text(self, engine: int) -> str:
-        """Return the message of an engine that does not restart, with the commands that start it again."""
-        states, remedy = self._states, "A restart of the run starts it again"
-        fewer = states.wanted - sum(states.is_dead(each) and each not in states.due for each in states.staying)
-        if fewer >= self.least:
-            command = "`megarl engines RUN_DIRECTORY"
-            remedy += f", and so does {command} {fewer}` followed by {command} {states.wanted}`"
-        text = f"has died {MOST_STARTS} times before it sampled, and does not restart; see its log"
-        return f"{engine_name(engine)} {text}. {remedy}."
 
     def _find_deaths(self) -> None:
         """Look at the processes that nothing has ended on purpose, without the lock: Ray may need a thread that waits for it."""
@@ -358,7 +349,7 @@ class Fleet(ChangingFleet):
     def _find_hangs(self) -> None:
         """Let engines that hang count as dead; their restart ends their processes."""
         with self.lock:
-            members = self._states.members
+            members = self._members
         hung = self._steps.look(members, lambda engine: self.engines[engine].running_step())
         with self.lock:
             for member, cause in hung.items():
@@ -380,19 +371,17 @@ class Fleet(ChangingFleet):
             return bool(set(self._states.starting) & {engine for engine, _ in members})
 
     def _read_loads(self) -> None:
+        """Record new processes that have loaded, with their whole group, or have failed to."""
         for engine, loading in list(self._loading.items()):
-            if not loading.done():
-                if time.monotonic() - self._load_began[engine] > self._load_limit:
-                    cause = f"it has not loaded within rollout.start_timeout = {self._load_limit:g} s; see its log"
-                    self._die(engine, Failure.death(self.engines[engine].service.known_place, cause))
-                continue
-            del self._loading[engine]
-            error = loading.exception()
-            if error is None:
-                self.descriptions[engine] = loading.result()
-                self._states.load(engine)
-                self._watch(engine)
+            error = loading.exception() if loading.done() else None
+            if not loading.done() and time.monotonic() - self._load_began[engine] > self._load_limit:
+                cause = f"it has not loaded within rollout.start_timeout = {self._load_limit:g} s; see its log"
+                self._die(engine, Failure.death(self.engines[engine].service.known_place, cause))
             elif isinstance(error, ClusterError):
                 self._die(engine, error.failure)
-            else:
+            elif error is not None:
                 raise error
+        for engine in self._groups.whole([each for each, loading in self._loading.items() if loading.done()]):
+            self.descriptions[engine] = self._loading.pop(engine).result()
+            self._states.load(engine)
+            self._watch(engine)
