@@ -86,7 +86,7 @@ class _HiddenTorch:
         """Show torch again. Names that modules lack after an import without torch are added: they import torch when they are used."""
         if self not in sys.meta_path:
             return
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         for module in _with(_no_torch):
             module.is_torch_available = self._has_torch  # type: ignore[attr-defined]
         for name in NEED_TORCH.keys() & sys.modules.keys() - self._before:
