@@ -5,6 +5,7 @@
 Real Ray actors without a model: trainer ranks in data-parallel ranks of 16, and one engine with the vectors of all groups. Each
 data-parallel rank trains on 128 samples, drawn from all groups, as 64 of them would share 8,192 samples. So the seconds grow
 linearly with the ranks, and the last lines extrapolate to --target ranks. CPU seconds of the controller's process, all threads.
+Each round measures every number of ranks with direct calls and with relays (`megarl.cluster.ray.relay`), one after the other.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def shards_of(data: Sequence[DataRef], group: int, tokens: int, count: int, seed
 
 
 def first_ranks(group: Any, size: int) -> Any:
-    """Return a group of the first `size` processes of `group`."""
+    """Return a group of the first `size` processes of `group`. Each group has separate relays."""
     return type(group)(group._cluster, "trainer", group._actors[:size], group._places[:size], group.nodes[:size])
 
 
@@ -109,36 +110,48 @@ def cpu_seconds(cluster: Any, group: Any, engine: Any, options: argparse.Namespa
     shards = shards_of(data, options.group, options.tokens, group.size // WIDTH, seed)
     seconds["load shards"] = cpu_of(lambda: trainers.load_shards(shards))
     assert group.call("loaded_tokens") == [SAMPLES_OF_RANK * options.tokens] * group.size
-    calls = 5
+    calls = 20
     seconds["one call"] = cpu_of(lambda: [group.call("update_actor", 0.1, None) for _ in range(calls)]) / calls
     seconds["one check"] = cpu_of(lambda: [group.check() for _ in range(calls)]) / calls
     return seconds
 
 
-def measure(options: argparse.Namespace) -> dict[int, dict[str, float]]:
-    """Return the medians of `cpu_seconds` by number of ranks."""
+def measure(options: argparse.Namespace) -> dict[tuple[bool, int], dict[str, float]]:
+    """Return the medians of `cpu_seconds` by use of relays and number of ranks."""
     from megarl.cluster.device_map import Demand
     from megarl.cluster.ray import env
 
     env.prepare(private=True)
+    from megarl.cluster.ray import relay
     from megarl.cluster.ray.cluster import RayCluster
     from megarl.cluster.ray.devices import RayDevices
 
-    rounds: dict[int, list[dict[str, float]]] = {ranks: [] for ranks in options.ranks}
+    cases = [(relayed, ranks) for ranks in options.ranks for relayed in (False, True)]
+    rounds: dict[tuple[bool, int], list[dict[str, float]]] = {case: [] for case in cases}
     with tempfile.TemporaryDirectory() as logs:
         # Groups of one Ray cluster, of which each round uses one: a group of fewer ranks is a part of the largest.
         devices = RayDevices(None, "", Demand(max(options.ranks), 1, 1, shared=True))
         with RayCluster(None, devices, Path(logs), trainer_env=ENV, stall=0.0) as cluster:
             engine = cluster.start_service(f"{__name__}:Engine", (), name="engine0", devices=1, env=ENV)
             whole = cluster.start_trainers(f"{__name__}:Rank", max(options.ranks), ())
+            groups = {(relayed, ranks): first_ranks(whole, ranks) for relayed, ranks in cases}
             for seed in range(options.rounds + 1):
-                for ranks in options.ranks:
-                    seconds = cpu_seconds(cluster, first_ranks(whole, ranks), engine, options, seed)
-                    rounds[ranks] += [seconds] if seed else []  # the first round starts threads and connections
+                for case, group in groups.items():
+                    relay.DIRECT_RANKS = 0 if case[0] else max(options.ranks)
+                    seconds = cpu_seconds(cluster, group, engine, options, seed)
+                    rounds[case] += [seconds] if seed else []  # the first round starts threads and connections
+            for group in groups.values():
+                if group._relays is not None:
+                    group._relays.kill()
     return {
-        ranks: {name: statistics.median(each[name] for each in of_ranks) for name in of_ranks[0]}
-        for ranks, of_ranks in rounds.items()
+        case: {name: statistics.median(each[name] for each in of_case) for name in of_case[0]}
+        for case, of_case in rounds.items()
     }
+
+
+def step_seconds(seconds: dict[str, float], collect: float, calls: int) -> float:
+    """Return the CPU seconds of a step with `calls` calls after the shards are loaded. collect: seconds for all groups."""
+    return collect + seconds["load shards"] + calls * seconds["one call"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -148,19 +161,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--group", type=int, default=16, help="samples of a group")
     parser.add_argument("--tokens", type=int, default=1000, help="of a sample")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--calls", type=int, default=4, help="of a step, after the shards are loaded")
     parser.add_argument("--target", type=int, default=1024, help="ranks of the extrapolation")
     options = parser.parse_args(arguments)
-    by_ranks = measure(options)
-    names = list(by_ranks[options.ranks[0]])
-    print("| ranks |", " | ".join(names), "|")
-    print("|---|", "---|" * len(names), sep="")
-    for ranks, seconds in by_ranks.items():
-        print(f"| {ranks} |", " | ".join(f"{seconds[name]:.3f}" for name in names), "|")
-    if len(by_ranks) > 1:
-        lines = {n: np.polyfit(options.ranks, [by_ranks[r][n] for r in options.ranks], 1) for n in names}
-        print("| ms per rank |", " | ".join(f"{1e3 * lines[name][0]:.2f}" for name in names), "|")
-        at = [np.polyval(lines[name], options.target) for name in names]
-        print(f"| {options.target:,}, extrapolated |", " | ".join(f"{value:.2f}" for value in at), "|")
+    load = os.getloadavg()[0]
+    measured = measure(options)
+    print(f"Load of the machine: {load:.1f} before, {os.getloadavg()[0]:.1f} after, {os.cpu_count()} cores\n")
+    names = list(measured[False, options.ranks[0]])
+    grows = names[1:]  # with the ranks; groups are collected alike for any number of them
+    at: dict[bool, dict[str, float]] = {}
+    print("| calls | ranks |", " | ".join(names), "|")
+    print("|---|---|", "---|" * len(names), sep="")
+    for relayed, label in ((False, "direct"), (True, "relays")):
+        for ranks in options.ranks:
+            print(f"| {label} | {ranks} |", " | ".join(f"{measured[relayed, ranks][name]:.3f}" for name in names), "|")
+        if len(options.ranks) > 1:
+            lines = {n: np.polyfit(options.ranks, [measured[relayed, r][n] for r in options.ranks], 1) for n in grows}
+            at[relayed] = {name: float(np.polyval(lines[name], options.target)) for name in grows}
+            print(f"| {label}: ms per rank | | |", " | ".join(f"{1e3 * lines[name][0]:.2f}" for name in grows), "|")
+            values = " | ".join(f"{at[relayed][name]:.2f}" for name in grows)
+            print(f"| {label}: by the line | {options.target:,} | |", values, "|")
+    if at:
+        print("| relays / direct | | |", " | ".join(f"{at[True][name] / at[False][name]:.2f}" for name in grows), "|")
+        collect = statistics.median(seconds["collect all groups"] for seconds in measured.values())
+        direct, relayed_ = (step_seconds(at[case], collect, options.calls) for case in (False, True))
+        print(
+            f"\nA step with {options.calls} further calls at {options.target:,} ranks: ratio {relayed_ / direct:.2f}, "
+            f"{direct:.2f} s with direct calls, {relayed_:.2f} s with relays"
+        )
 
 
 if __name__ == "__main__":

@@ -20,34 +20,35 @@ README = PAGE.parents[1] / "README.md"
 BEGIN, END = "<!-- generated: python -m docs.generate.models -->", "<!-- end -->"
 
 KNOWN = {
-    "deepseek_v3": ("DeepSeek-V3, DeepSeek-R1, Moonlight", ("deepseek_v3", "moonlight"), "deepseek_v3"),
-    "deepseek_v32": ("DeepSeek-V3.2", ("deepseek_v32",), ""),
-    "gemma3": ("Gemma 3 4B, 12B, 27B, on text", ("gemma3",), ""),
-    "gemma3_text": ("Gemma 3 270M, 1B", ("gemma3_text",), "gemma3_text"),
-    "glm4_moe": ("GLM-4.5, GLM-4.6, GLM-4.7", ("glm4_moe", "glm4_moe_plain"), "glm4_moe"),
-    "glm4_moe_lite": ("GLM-4.7-Flash", ("glm4_moe_lite",), "glm4_moe_lite"),
-    "glm_moe_dsa": ("GLM-5, GLM-5.1", ("glm_moe_dsa",), ""),
-    "gpt_oss": ("gpt-oss-20b, gpt-oss-120b", ("gpt_oss",), "gpt_oss"),
-    "kimi_k2": ("Kimi-K2", ("kimi_k2",), "kimi_k2"),
-    "llama": ("Llama 2, Llama 3", ("llama", "llama3"), "llama"),
-    "minimax_m2": ("MiniMax-M2", ("minimax_m2",), ""),
-    "mistral": ("Mistral", ("mistral",), "mistral"),
-    "mixtral": ("Mixtral", ("mixtral",), "mixtral"),
-    "olmoe": ("OLMoE-1B-7B", ("olmoe",), "olmoe"),
-    "qwen2": ("Qwen2, Qwen2.5", ("qwen2", "qwen2_tied"), "qwen2"),
-    "qwen2_5_vl": ("Qwen2.5-VL", ("vl", "vl_tied"), ""),
-    "qwen2_moe": ("Qwen1.5-MoE, Qwen2-57B-A14B", ("qwen2_moe",), "qwen2_moe"),
-    "qwen3": ("Qwen3", ("qwen3", "qwen3_linear", "qwen3_yarn"), "qwen3"),
-    "qwen3_moe": ("Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", ("qwen3_moe", "qwen3_moe_raw"), "qwen3_moe"),
-    "qwen3_5": ("Qwen3.5, Qwen3.6, on text", ("qwen3_5",), ""),
-    "qwen3_5_moe": ("Qwen3.5-35B-A3B and other mixtures of Qwen3.5 and 3.6, on text", ("qwen3_5_moe",), ""),
-    "qwen3_5_moe_text": ("Qwen3.5 with experts, without its vision tower", ("qwen3_5_moe_text",), ""),
-    "qwen3_5_text": ("Qwen3.5 without its vision tower", ("qwen3_5_text",), ""),
-    "qwen3_next": ("Qwen3-Next-80B-A3B", ("qwen3_next",), "qwen3_next"),
-    "qwen3_vl": ("Qwen3-VL", ("qwen3_vl", "qwen3_vl_tied"), ""),
-    "qwen3_vl_moe": ("Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B", ("qwen3_vl_moe",), ""),
+    "deepseek_v3": ("DeepSeek-V3, DeepSeek-R1, Moonlight", ("deepseek_v3", "moonlight")),
+    "deepseek_v32": ("DeepSeek-V3.2", ("deepseek_v32",)),
+    "ernie4_5_moe": ("ERNIE-4.5-21B-A3B, ERNIE-4.5-300B-A47B", ("ernie4_5_moe", "ernie4_5_moe_plain")),
+    "gemma3": ("Gemma 3 4B, 12B, 27B, on text", ("gemma3",)),
+    "gemma3_text": ("Gemma 3 270M, 1B", ("gemma3_text",)),
+    "glm4_moe": ("GLM-4.5, GLM-4.6, GLM-4.7", ("glm4_moe", "glm4_moe_plain")),
+    "glm4_moe_lite": ("GLM-4.7-Flash", ("glm4_moe_lite",)),
+    "glm_moe_dsa": ("GLM-5, GLM-5.1", ("glm_moe_dsa",)),
+    "gpt_oss": ("gpt-oss-20b, gpt-oss-120b", ("gpt_oss",)),
+    "kimi_k2": ("Kimi-K2", ("kimi_k2",)),
+    "llama": ("Llama 2, Llama 3", ("llama", "llama3")),
+    "minimax_m2": ("MiniMax-M2", ("minimax_m2",)),
+    "mistral": ("Mistral", ("mistral",)),
+    "mixtral": ("Mixtral", ("mixtral",)),
+    "olmoe": ("OLMoE-1B-7B", ("olmoe",)),
+    "qwen2": ("Qwen2, Qwen2.5", ("qwen2", "qwen2_tied")),
+    "qwen2_5_vl": ("Qwen2.5-VL", ("vl", "vl_tied")),
+    "qwen2_moe": ("Qwen1.5-MoE, Qwen2-57B-A14B", ("qwen2_moe",)),
+    "qwen3": ("Qwen3", ("qwen3", "qwen3_linear", "qwen3_yarn")),
+    "qwen3_moe": ("Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", ("qwen3_moe", "qwen3_moe_raw")),
+    "qwen3_5": ("Qwen3.5, Qwen3.6, on text", ("qwen3_5",)),
+    "qwen3_5_moe": ("Qwen3.5-35B-A3B and other mixtures of Qwen3.5 and 3.6, on text", ("qwen3_5_moe",)),
+    "qwen3_5_moe_text": ("Qwen3.5 with experts, without its vision tower", ("qwen3_5_moe_text",)),
+    "qwen3_5_text": ("Qwen3.5 without its vision tower", ("qwen3_5_text",)),
+    "qwen3_next": ("Qwen3-Next-80B-A3B", ("qwen3_next",)),
+    "qwen3_vl": ("Qwen3-VL", ("qwen3_vl", "qwen3_vl_tied")),
+    "qwen3_vl_moe": ("Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B", ("qwen3_vl_moe",)),
 }
-"""By `model_type`: published models; tiny models of the layout tests; tiny model that is compared with vLLM."""
+"""By `model_type`: published models; tiny models of the layout tests."""
 
 
 def pages() -> dict[Path, str]:
@@ -68,11 +69,11 @@ def table() -> str:
     rows = ["| `model_type` | models | layouts in CI; with --all | sampled by vLLM | LoRA | rotary scaling |"]
     rows.append("|---|---|---|---|---|---|")
     for kind, family in sorted(FAMILIES.items()):
-        models, tiny, sampled = KNOWN[kind]
+        models, tiny = KNOWN[kind]
         cases = [case for case in [*PARITY, *VL] if case["model"] in tiny]
         quick = _layouts(case for case in cases if not case["slow"])
         slow = [name for name in _layouts(cases) if name not in quick]
-        engine = "with images" if family.tower else _PRECISION.get(sampled, "float32") if sampled in SAMPLED else "no"
+        engine = "with images" if family.tower else _PRECISION.get(kind, "float32") if kind in SAMPLED else "no"
         scaling = ", ".join(word for word in family.rotary if word not in ("default", "mrope")) or "-"
         cells = [
             f"`{kind}`",

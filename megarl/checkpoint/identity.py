@@ -22,7 +22,8 @@ _SIZES = (
     "moe_intermediate_size", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace",
     "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_n_heads", "index_head_dim", "layer_types", "full_attention_interval", "mlp_only_layers",
     "decoder_sparse_step", "mlp_layer_types", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
-    "linear_num_key_heads", "linear_num_value_heads",
+    "linear_num_key_heads", "linear_num_value_heads", "moe_num_experts", "moe_num_shared_experts", "moe_layer_start_index",
+    "moe_layer_end_index", "moe_layer_interval",
 )  # fmt: skip
 
 CONTENTS = "contents of the training data"  # key of `data_digest`; checkpoints of earlier versions do not have it

@@ -18,7 +18,8 @@ _GEMMA3: dict[str, Any] = {
     "sliding_window_pattern": 6,
     "tie_word_embeddings": True,
 }
-_ABSENT = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
+_ERNIE: dict[str, Any] = {"tie_word_embeddings": True, "rope_theta": 500_000.0, "moe_num_shared_experts": 2}
+_ABSENT = {"ernie4_5_moe": _ERNIE, "gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
 """Transformers' defaults of fields that published config.json files of a `model_type` leave out."""
 
 
@@ -36,8 +37,16 @@ def text_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Names of the number of routed experts in config.json."""
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_k")
+SHARED = ("n_shared_experts", "moe_num_shared_experts")
+DENSE_FIRST = ("first_k_dense_replace", "moe_layer_start_index")
+"""Names in config.json, by family: number of routed experts, of those that a token is sent to, of shared experts that have the
+width of a routed one, and of dense layers before the first mixture of experts. A family with another name adds it here."""
+
+
+def _count(config: dict[str, Any], names: tuple[str, ...]) -> int:
+    return next((int(config[name]) for name in names if config.get(name)), 0)
 
 
 def with_experts(config: dict[str, Any], count: int) -> dict[str, int]:
@@ -47,7 +56,27 @@ def with_experts(config: dict[str, Any], count: int) -> dict[str, int]:
 
 def number_of_experts(config: dict[str, Any]) -> int:
     """Return the number of routed experts per layer, 0 for a dense model. `config`: from `text_fields`."""
-    return next((int(config[name]) for name in EXPERTS if config.get(name)), 0)
+    return _count(config, EXPERTS)
+
+
+def with_experts_per_token(config: dict[str, Any], count: int) -> dict[str, int]:
+    """Return the fields of a mixture of experts' config.json that send each token to `count` experts."""
+    return {name: count for name in CHOSEN if config.get(name)}
+
+
+def experts_per_token(config: dict[str, Any]) -> int:
+    """Return the number of experts that a token is sent to, 0 for a dense model. `config`: from `text_fields`."""
+    return _count(config, CHOSEN)
+
+
+def shared_experts(config: dict[str, Any]) -> int:
+    """Return the number of shared experts with the width of a routed one. `config`: from `text_fields`."""
+    return _count(config, SHARED)
+
+
+def leading_dense_layers(config: dict[str, Any]) -> int:
+    """Return the number of dense layers before the first mixture of experts. `config`: from `text_fields`."""
+    return _count(config, DENSE_FIRST)
 
 
 def layer_kinds(config: dict[str, Any]) -> list[str]:
@@ -70,11 +99,10 @@ def with_layers(config: dict[str, Any], layers: int, *, dense: int = 1) -> dict[
     one layer.
     """
     most_dense = dense
-    dense = min(dense, config.get("first_k_dense_replace") or 0)
+    dense = min(dense, leading_dense_layers(config))
     layers = max(layers, dense + 1)
     fields: dict[str, Any] = {"num_hidden_layers": layers}
-    if config.get("first_k_dense_replace"):
-        fields["first_k_dense_replace"] = dense
+    fields |= {name: dense for name in DENSE_FIRST if config.get(name)}
     if any(config.get(name) for name in ("layer_types", "full_attention_interval", "sliding_window_pattern")):
         kinds = layer_kinds(config)
         few = (kinds * layers)[:layers]

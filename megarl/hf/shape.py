@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from megarl.hf.config import layer_kinds, number_of_experts, text_fields, with_experts
+from megarl.hf.config import experts_per_token, layer_kinds, number_of_experts, text_fields, with_experts
 from megarl.hf.families import family_of
 from megarl.hf.families.family import Family
 from megarl.hf.families.sizes import head_size, layer_parameters
@@ -111,7 +111,7 @@ def model_shape(hf_config: Config) -> ModelShape:
         shared=of_sparse.get("mlp", 0),
         expert=of_sparse.get("expert", 0),
         experts=number_of_experts(config) if any(sparse) else 0,
-        chosen=config["num_experts_per_tok"] if any(sparse) else 0,
+        chosen=experts_per_token(config) if any(sparse) else 0,
         sparse=sparse,
     )
 

@@ -16,7 +16,14 @@ from typing import Any
 from megarl import platform
 from megarl.errors import RecipeError
 from megarl.hf.config import number_of_experts, text_fields
-from megarl.hf.families import has_indexer, has_sinks, has_tower, has_windows, has_zero_centered_norms
+from megarl.hf.families import (
+    has_biased_softmax,
+    has_indexer,
+    has_sinks,
+    has_tower,
+    has_windows,
+    has_zero_centered_norms,
+)
 from megarl.hf.families.settings import rotary_scaling, yarn_fields
 from megarl.megatron.layout import uses_sequence_parallel
 from megarl.platform import transformer_engine
@@ -137,6 +144,8 @@ def check_extra(recipe: Recipe, hf_config: dict[str, Any], section: str) -> None
     if unfit is not None and has_zero_centered_norms(hf_config):
         raise RecipeError(key, *unfit, value=recipe.model.path)
     if (unfit := adapts.sparse_attention_problem()) is not None and has_indexer(hf_config):
+        raise RecipeError(key, *unfit, value=recipe.model.path)
+    if (unfit := adapts.biased_softmax_problem()) is not None and has_biased_softmax(hf_config):
         raise RecipeError(key, *unfit, value=recipe.model.path)
     kind = kind_of(platform.kind(recipe.cluster.device))
     if kind.ray_resource and not (kind.is_here() and not transformer_engine.is_importable()):

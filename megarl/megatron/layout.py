@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megarl.hf.config import layer_kinds, number_of_experts, text_fields
+from megarl.hf.config import SHARED, layer_kinds, number_of_experts, text_fields
 from megarl.hf.families import FAMILIES, deepstack_layers, has_tower
 from megarl.recipe.trainers import MegatronConfig
 
@@ -107,8 +107,9 @@ def _check_widths(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
     layers = range(hf_config["num_hidden_layers"])
     if not experts or family is None or not all(family.sparse(hf_config, layer) for layer in layers):
         widths["intermediate_size"] = hf_config.get("intermediate_size") or 0
-    if shared := hf_config.get("n_shared_experts"):
-        widths["moe_intermediate_size x n_shared_experts"] = hf_config["moe_intermediate_size"] * shared
+    for name in SHARED:
+        if shared := hf_config.get(name):
+            widths[f"moe_intermediate_size x {name}"] = hf_config["moe_intermediate_size"] * shared
     if shared := hf_config.get("shared_expert_intermediate_size"):
         widths["shared_expert_intermediate_size"] = shared
     for name, width in widths.items():

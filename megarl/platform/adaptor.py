@@ -52,6 +52,10 @@ class Adaptor:
         """Problem of sparse attention; None if the device's layers support it."""
         return mindspeed.sparse_attention_problem() if self.label else None
 
+    def biased_softmax_problem(self) -> Problem | None:
+        """Problem of routing by a softmax with a bias; None if the device's layers support it."""
+        return mindspeed.biased_softmax_problem() if self.label else None
+
     def sinks_problem(self) -> Problem | None:
         """Problem of attention sinks and sliding windows; None if the device's layers support them."""
         return mindspeed.sinks_problem() if self.label else None

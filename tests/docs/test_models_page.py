@@ -15,5 +15,5 @@ def test_pages_are_up_to_date() -> None:
 
 def test_every_family_names_models_and_a_test() -> None:
     assert KNOWN.keys() == FAMILIES.keys()
-    for kind, (_, tiny, _) in KNOWN.items():
+    for kind, (_, tiny) in KNOWN.items():
         assert set(tiny) <= {*MODELS, *VL_MODELS}, kind

@@ -151,3 +151,21 @@ def test_communicator_for_cpus_has_no_uneven_collectives():
         "print(C.all_gatherv is B.all_gatherv and C.reduce_scatterv is B.reduce_scatterv)"
     )
     assert printed(code) == "True", "it has its own implementation"
+
+
+_BIASED = """
+import torch
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+{fix}
+logits, bias = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([-1.0, 0.0, 0.0, 0.9])
+router = CPURouter(top_k=2, global_num_experts=4, e_score_correction_bias=bias)
+weights, chosen = router._compute_routing(None, logits, None)
+print("-".join(map(str, sorted(chosen[0].tolist()))))
+"""
+
+
+def test_router_on_cpu_ignores_a_bias():
+    """By the softmax the first two experts are the best; with the bias the second and the last."""
+    assert printed(_BIASED.format(fix="")) == "0-1", "it applies the bias: remove cpu_routing.py"
+    fix = "from megarl.engines.vllm import cpu_routing; cpu_routing.fix_routing_biases_on_cpu()"
+    assert printed(_BIASED.format(fix=fix)) == "1-3"

@@ -35,6 +35,7 @@ from tests.support.megatron_runs import (
     launch,
     log_probs_of,
     of_transformers,
+    only_layouts,
     selected,
 )
 
@@ -61,18 +62,24 @@ def test_checkpoints_of_other_layers_move_between_layouts(model: str, tmp_path: 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory with models/ and the workers' results. One launch for each number of processes."""
+    """Directory with models/ and the workers' results. One launch for each number of processes.
+
+    `-k mixtral` launches Mixtral's layouts alone: checks of checkpoints and critics run only with their tests.
+    """
     directory = tmp_path_factory.mktemp("megatron")
-    for model in MODELS:
-        write_model(model, directory / "models")
     cases = selected(request, [*PARITY, *OPTIONS])
-    checks = {  # two processes first: the later launches read their checkpoints
+    checks: dict[int, list[dict[str, Any]]] = {  # two processes first: the later launches read their checkpoints
         2: [*RESUME, *RESHARD_TWO, *megatron_critic.TWO, SWAP],
         1: [*RESHARD_ONE, *megatron_critic.ONE],
         4: RESHARD_FOUR,
     }
+    if only_layouts(request, cases):
+        checks = {processes: [] for processes in checks}
+    for model in {case["model"] for case in cases} if only_layouts(request, cases) else MODELS:
+        write_model(model, directory / "models")
     for processes, more in checks.items():
-        launch(processes, [*(case for case in cases if case["processes"] == processes), *more], directory)
+        if some := [*(case for case in cases if case["processes"] == processes), *more]:
+            launch(processes, some, directory)
     return directory
 
 

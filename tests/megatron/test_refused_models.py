@@ -36,6 +36,7 @@ SPARSE_ATTENTION = {
     "index_head_dim": 128,
     "index_topk": 2048,
 }
+ERNIE = {"model_type": "ernie4_5_moe", "moe_num_experts": 64, "moe_k": 6}
 GLM = {"model_type": "glm4_moe", "attention_bias": True, "num_experts_per_tok": 8}
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 
@@ -74,6 +75,11 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window: 4096"),
         ({"model_type": "mixtral", "num_experts_per_tok": 1}, "num_experts_per_tok: 1"),
         ({"model_type": "minimax_m2", "router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ({**ERNIE, "use_bias": True}, "use_bias: true"),
+        ({**ERNIE, "moe_norm_min": 1e-3}, "moe_norm_min: 0.001, which vLLM"),
+        ({**ERNIE, "moe_gate_act": "sigmoid"}, "moe_gate_act: sigmoid"),
+        ({**ERNIE, "moe_use_aux_free": False}, "moe_use_aux_free: false"),
+        ({**ERNIE, "rope_parameters": {"rope_type": "linear", "factor": 4}}, "rotary scaling 'linear'"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv: 8.0"),
         ({"model_type": "olmoe", "attention_bias": True}, "attention_bias"),
         ({"model_type": "olmoe", "norm_topk_prob": True}, "norm_topk_prob: true"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
 from megarl.errors import RecipeError
 from megarl.hf.published import read as published
@@ -148,6 +149,13 @@ def test_norm_and_rotation_have_correct_values_and_gradients() -> None:
             torch.testing.assert_close(rotated[token, :, :4], torch.cat([z.real, z.imag], -1))
     torch.testing.assert_close(rotated[..., 4:], t[..., 4:])
     assert torch.autograd.gradcheck(lambda a: rotate_packed(a, offsets, freqs), (t,))
+
+    freqs = angles.repeat_interleave(2, -1)  # pairs are neighbours
+    rotated = rotate_packed(t, offsets, freqs, rotary_interleaved=True)
+    for start, end in pairwise(offsets.tolist()):
+        turned = _apply_rotary_pos_emb_bshd(t[start:end, None], freqs[: end - start], rotary_interleaved=True)
+        torch.testing.assert_close(rotated[start:end], turned[:, 0])
+    assert torch.autograd.gradcheck(lambda a: rotate_packed(a, offsets, freqs, rotary_interleaved=True), (t,))
 
 
 @pytest.mark.parametrize("packing", [True, False])

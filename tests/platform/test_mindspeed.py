@@ -203,6 +203,13 @@ def test_sparse_attention_is_refused() -> None:
         check_extra(recipe({}), model, "megatron")
 
 
+def test_a_softmax_with_a_bias_is_refused() -> None:
+    model = published.read("ERNIE-4.5-21B-A3B-PT")
+    check_extra(recipe({}, "cuda"), model, "megatron")
+    with pytest.raises(RecipeError, match=r"model\.path = [\s\S]*softmax and a bias[\s\S]*cluster\.device: cuda"):
+        check_extra(recipe({}), model, "megatron")
+
+
 def test_context_parallel_with_images_is_refused() -> None:
     images = {"text_config": DENSE, "vision_config": {}}
     with pytest.raises(RecipeError, match=r"megatron\.context_parallel = 2[\s\S]*vision[\s\S]*context_parallel=1"):

@@ -14,7 +14,7 @@ from megarl.recipe.schema import Recipe
     ("model", "device", "source", "refused"),
     [
         ("DeepSeek-V3.2", "cpu", "rollout", True),
-        ("MiniMax-M2", "cpu", "rollout", True),
+        ("MiniMax-M2", "cpu", "rollout", False),
         ("DeepSeek-V3.2", "cuda", "rollout", False),
         ("DeepSeek-V3.2", "cpu", "sft", False),
         ("DeepSeek-V3", "cpu", "rollout", False),

@@ -49,6 +49,14 @@ class Echo:
             raise ValueError(message)
         time.sleep(0.05)
 
+    def raise_everywhere(self):
+        raise ValueError("all")
+
+    def sleep_or_die(self, seconds, dies):
+        time.sleep(seconds)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def unpicklable(self):
         return lambda: None
 

@@ -76,22 +76,32 @@ TP2xCP2xEP4       -      -      -           -      slow       -              slo
 """
 
 TABLES = """
-layout       llama3  mistral  qwen3_linear  qwen3_yarn  qwen2_moe  mixtral  minimax_m2  olmoe  glm4_moe_lite  kimi_k2  qwen3_next  glm4_moe_plain  qwen3_5_text  qwen3_5  qwen3_5_moe  gpt_oss  gemma3_text  gemma3  deepseek_v32  glm_moe_dsa  qwen3_5_moe_text
-TP1          ci      ci       ci            ci          ci         ci       ci          ci     ci             ci       ci          ci              ci            ci       ci           ci       ci           ci      ci            ci  ci
-DP2          slow    slow     -             slow        slow       slow     slow        slow   slow           slow     slow        -               -             slow     slow         slow     slow         -       slow          -  -
-TP2          slow    slow     -             slow        ci         slow     ci          slow   slow           slow     ci          -               ci            slow     ci           ci       ci           slow    slow          ci  -
-PP2          slow    slow     -             slow        slow       slow     slow        slow   slow           slow     ci          -               slow          ci       slow         slow     ci           slow    slow          slow  -
-PP2xVPP2     -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             slow     slow         slow     slow         -       slow          -  -
-CP2          ci      -        -             ci          slow       slow     slow        slow   slow           slow     ci          -               slow          slow     slow         ci       ci           slow    ci            slow  -
-EP2          -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        ci           ci       -            -       slow          slow  slow
-ETP2         -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        -            -        -            -       slow          -  -
-TP2xETP2     -       -        -             -           slow       slow     slow        slow   slow           -        slow        -               -             -        -            -        -            -       slow          -  -
-TP2xPP2      -       -        -             -           -          -        -           -      -              -        -           -               -             -        -            -        slow         -       -             -  -
-TP2xCP2      -       -        -             -           -          -        -           -      -              -        -           -               -             -        -            -        slow         -       -             -  -
-TP2xPP2xEP2  -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        slow         slow     -            -       slow          slow  -
-TP2xCP2xEP2  -       -        -             -           slow       slow     slow        slow   slow           slow     slow        -               -             -        slow         slow     -            -       slow          slow  -
+model               TP1  DP2   TP2   PP2   PP2xVPP2  CP2   EP2   ETP2  TP2xETP2  TP2xPP2  TP2xCP2  TP2xPP2xEP2  TP2xCP2xEP2
+llama3              ci   slow  slow  slow  -         ci    -     -     -         -        -        -            -
+mistral             ci   slow  slow  slow  -         -     -     -     -         -        -        -            -
+qwen3_linear        ci   -     -     -     -         -     -     -     -         -        -        -            -
+qwen3_yarn          ci   slow  slow  slow  -         ci    -     -     -         -        -        -            -
+qwen2_moe           ci   slow  ci    slow  slow      slow  slow  slow  slow      -        -        slow         slow
+mixtral             ci   slow  slow  slow  slow      slow  slow  slow  slow      -        -        slow         slow
+minimax_m2          ci   slow  ci    slow  slow      slow  slow  slow  slow      -        -        slow         slow
+olmoe               ci   slow  slow  slow  slow      slow  slow  slow  slow      -        -        slow         slow
+glm4_moe_lite       ci   slow  slow  slow  slow      slow  slow  slow  slow      -        -        slow         slow
+kimi_k2             ci   slow  slow  slow  slow      slow  slow  slow  -         -        -        slow         slow
+qwen3_next          ci   slow  ci    ci    slow      ci    slow  slow  slow      -        -        slow         slow
+glm4_moe_plain      ci   -     -     -     -         -     -     -     -         -        -        -            -
+qwen3_5_text        ci   -     ci    slow  -         slow  -     -     -         -        -        -            -
+qwen3_5             ci   slow  slow  ci    slow      slow  -     -     -         -        -        -            -
+qwen3_5_moe         ci   slow  ci    slow  slow      slow  ci    -     -         -        -        slow         slow
+qwen3_5_moe_text    ci   -     -     -     -         -     slow  -     -         -        -        -            -
+gpt_oss             ci   slow  ci    slow  slow      ci    ci    -     -         -        -        slow         slow
+gemma3_text         ci   slow  ci    ci    slow      ci    -     -     -         slow     slow     -            -
+gemma3              ci   -     slow  slow  -         slow  -     -     -         -        -        -            -
+deepseek_v32        ci   slow  slow  slow  slow      ci    slow  slow  slow      -        -        slow         slow
+glm_moe_dsa         ci   -     ci    slow  -         slow  slow  -     -         -        -        slow         slow
+ernie4_5_moe        ci   slow  slow  ci    slow      ci    slow  slow  slow      -        -        ci           slow
+ernie4_5_moe_plain  ci   -     -     -     -         -     -     -     -         -        -        -            -
 """
-"""Models that differ from the models of `MATRIX` by their tables, and in few computations."""
+"""Models that differ from the models of `MATRIX` by their tables, and in few computations: one row each."""
 
 
 def case(model: str, layout: str, *, slow: bool = False, **more: Any) -> dict[str, Any]:
@@ -112,17 +122,17 @@ def case(model: str, layout: str, *, slow: bool = False, **more: Any) -> dict[st
     }
 
 
-def _matrix(table: str) -> list[dict[str, Any]]:
+def _matrix(table: str, *, models_are_rows: bool = False) -> list[dict[str, Any]]:
     head, *rows = (line.split() for line in table.strip().splitlines())
     return [
-        case(model, row[0], slow=word == "slow")
-        for row in rows
-        for model, word in zip(head[1:], row[1:], strict=True)
+        case(*(name, column) if models_are_rows else (column, name), slow=word == "slow")
+        for name, *words in rows
+        for column, word in zip(head[1:], words, strict=True)
         if word != "-"
     ]
 
 
-PARITY = [*_matrix(MATRIX), *_matrix(TABLES)]
+PARITY = [*_matrix(MATRIX), *_matrix(TABLES, models_are_rows=True)]
 OPTIONS = [
     case("qwen3_moe", "TP2", distributed_optimizer=False, recompute="full"),
     case("qwen3_moe", "TP2xEP2", recompute="selective"),

@@ -211,6 +211,29 @@ def _olmoe() -> transformers.PreTrainedModel:
     return transformers.OlmoeForCausalLM(config)
 
 
+ERNIE = {
+    "moe_intermediate_size": 32,
+    "moe_num_experts": 8,
+    "moe_k": 2,
+    "pad_token_id": 255,  # see `_olmoe`
+}
+
+
+def _ernie4_5_moe() -> transformers.PreTrainedModel:
+    """ERNIE-4.5-21B-A3B: tied embeddings, shared experts, experts chosen by a softmax and a bias, and an MTP layer."""
+    config = transformers.Ernie4_5_MoeConfig(
+        **{**COMMON, "tie_word_embeddings": True}, **ERNIE, moe_num_shared_experts=2, num_nextn_predict_layers=1
+    )
+    return transformers.Ernie4_5_MoeForCausalLM(config)
+
+
+def _ernie4_5_moe_plain() -> transformers.PreTrainedModel:
+    """ERNIE-4.5-300B-A47B: no shared experts, and more leading dense layers; a dense layer at the end, too."""
+    layers = {"moe_layer_start_index": 2, "moe_layer_end_index": 2}
+    config = transformers.Ernie4_5_MoeConfig(**COMMON, **ERNIE, **layers, moe_num_shared_experts=0)
+    return transformers.Ernie4_5_MoeForCausalLM(config)
+
+
 def _glm4_moe_lite() -> transformers.PreTrainedModel:
     """GLM-4.7-Flash: DeepSeek-V3's attention with low-rank queries, one group."""
     config = {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
@@ -255,6 +278,8 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "mixtral": _mixtral,
     "minimax_m2": _minimax_m2,
     "olmoe": _olmoe,
+    "ernie4_5_moe": _ernie4_5_moe,
+    "ernie4_5_moe_plain": _ernie4_5_moe_plain,
     "gpt_oss": partial(gpt_oss_model.build, COMMON),
     "glm4_moe_lite": _glm4_moe_lite,
     "kimi_k2": _kimi_k2,
@@ -282,9 +307,9 @@ def write_model(name: str, directory: Path) -> Path:
                 parameter.normal_(0, 0.05)
         if name == "gpt_oss":
             gpt_oss_model.exceed_the_limit(model)
-        for key, buffer in model.named_buffers():
-            if "e_score" in key:
-                buffer.copy_(torch.randn_like(buffer) * 0.01)
+        for key, value in [*model.named_buffers(), *model.named_parameters()]:
+            if "e_score" in key:  # larger ones would leave some experts without a token
+                value.copy_(torch.randn_like(value) * 0.01)
     path = directory / name
     model.save_pretrained(path)
     if name == "kimi_k2":
@@ -292,7 +317,7 @@ def write_model(name: str, directory: Path) -> Path:
     if name in ("qwen3_5_moe", "qwen3_5_moe_text"):
         save_file(stack_experts(load_file(path / "model.safetensors")), path / "model.safetensors", {"format": "pt"})
     if json.loads((path / "config.json").read_text()).get("num_nextn_predict_layers"):
-        add_mtp_layer(path / "model.safetensors", model.config.num_hidden_layers)
+        add_mtp_layer(path / "model.safetensors", model.config.num_hidden_layers, ernie=name.startswith("ernie"))
     return path
 
 

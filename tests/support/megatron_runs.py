@@ -57,6 +57,13 @@ def selected(request: pytest.FixtureRequest, some: list[dict[str, Any]]) -> list
     return [case for case in some if case["name"] in names]
 
 
+def only_layouts(request: pytest.FixtureRequest, layouts: list[dict[str, Any]]) -> bool:
+    """True if every selected test of the file that needs the launches is a test of one of `layouts`."""
+    names = {case["name"] for case in layouts}
+    items = [item for item in request.session.items if item.path == request.path and "results" in item.fixturenames]
+    return all(hasattr(item, "callspec") and item.callspec.params["case"]["name"] in names for item in items)
+
+
 def launch(
     processes: int, cases: list[dict[str, Any]], directory: Path, worker: str = WORKER, timeout: float = 900
 ) -> None:

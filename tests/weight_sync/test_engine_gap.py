@@ -25,11 +25,13 @@ SLOW = [
         Case(model, updates=2, processes=4, megatron={"tensor_parallel": 2, "expert_parallel": 2})
         for model in ("qwen3_moe", "deepseek_v3")
     ),
+    Case("ernie4_5_moe", sharded=True),
 ]
 
 
 def name(case: Case) -> str:
-    return "-".join([case.model, *(f"{key}={value}" for key, value in case.megatron.items())])
+    layout = (f"{key}={value}" for key, value in case.megatron.items())
+    return "-".join([case.model, *["sharded"] * case.sharded, *layout])
 
 
 @pytest.mark.stack

@@ -49,7 +49,8 @@ class RayCluster(Cluster):
         self._devices, self._log_dir, self.stall = devices, log_dir, stall
         self._owner = owner_of(address, keeper)
         self.not_taken = self._owner.not_taken
-        self._trainer_env = trainer_env | self._owner.env
+        self.process_env = self._owner.env  # variables of every process
+        self._trainer_env = trainer_env | self.process_env
         self._groups: list[RayGroup] = []
         self._services: list[RayService] = []
         self._service_watch: tuple[list[RayService], RayWatch | LocalWatch] | None = None

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
 
 from megarl.cluster.failures import (
     ClusterError,
     Failure,
     ProcessInfo,
-    Raised,
-    Returned,
     WorkerFailed,
     collect,
     host_name,
     worker_failed,
 )
+from megarl.cluster.ray import relay
 from megarl.cluster.ray.devices import is_alive
-from megarl.cluster.ray.failures import LEFT_BEFORE_START, death_cause, not_started
+from megarl.cluster.ray.failures import LEFT_BEFORE_START, not_started
+from megarl.cluster.ray.relay import Calls, DirectCalls, Relays
 from megarl.cluster.ray.service import START_SECONDS, RayData
-from megarl.cluster.ray.signals import ray_get, ray_wait
+from megarl.cluster.ray.signals import ray_wait
 from megarl.cluster.ray.watch import RayWatch, read_stacks_on_nodes
 from megarl.cluster.stacks.report import GroupStacks
 from megarl.cluster.stacks.stall import StallWatch
@@ -57,14 +56,16 @@ class RayGroup:
         self.failure: WorkerFailed | None = None  # see `megarl.cluster.base.WorkerGroup`
         self._call, self._call_began = "", 0.0  # the call that runs, for messages; "" if none does
         self.has_shutdown = False
-        self._pings: list[Any] = []  # of the check in progress; empty once all ranks have replied
+        self._pings: Calls | None = None  # of the check in progress
+        self._unanswered: set[int] = set()  # ranks that have not replied to them
+        self._relays: Relays | None = None  # of a large group, from the first call on
 
     @property
     def size(self) -> int:
         return len(self._actors)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        return self._wait_watched([actor.call.remote(method, args) for actor in self._actors], method)
+        return self._wait_watched(self._start(method, [args] * self.size), method)
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
         assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
@@ -72,11 +73,20 @@ class RayGroup:
         for args in per_rank:  # those of several ranks are serialised once; Ray passes their value to each
             if times[id(args)] > 1 and id(args) not in copies:
                 copies[id(args)] = ray.put(args)
-        calls = [
-            actor.call.remote(method, copies.get(id(args), args))
-            for actor, args in zip(self._actors, per_rank, strict=True)
-        ]
-        return self._wait_watched(calls, method)
+        return self._wait_watched(self._start(method, [copies.get(id(args), args) for args in per_rank]), method)
+
+    def _start(self, method: str, per_rank: Sequence[Any]) -> Calls:
+        """Call ``method`` on each rank with its entry: a tuple of arguments, or a reference to it."""
+        if relays := self._all_relays():
+            return relays.call(method, per_rank)
+        calls = [actor.call.remote(method, args) for actor, args in zip(self._actors, per_rank, strict=True)]
+        return DirectCalls(calls, self._places)
+
+    def _all_relays(self) -> Relays | None:
+        """Return the relays of a group of more than `relay.DIRECT_RANKS` ranks."""
+        if self._relays is None and self.size > relay.DIRECT_RANKS:
+            self._relays = Relays(self._name, self._actors, self._places, self.nodes, self._cluster.process_env)
+        return self._relays
 
     def scatter_with_data(
         self, method: str, per_rank: Sequence[tuple[Any, ...] | None], parts: int
@@ -86,7 +96,9 @@ class RayGroup:
             None if args is None else actor.call_with_data.options(num_returns=1 + parts).remote(method, args, parts)
             for actor, args in zip(self._actors, per_rank, strict=True)
         ]
-        controls = self._wait_watched([refs and refs[0] for refs in calls], method)
+        called = [rank for rank, refs in enumerate(calls) if refs is not None]
+        direct = DirectCalls([refs and refs[0] for refs in calls], self._places)
+        controls = self._wait_watched(direct, method, called)
         return [
             None if refs is None else (control, [RayData(ref) for ref in refs[1:]])
             for control, refs in zip(controls, calls, strict=True)
@@ -102,8 +114,10 @@ class RayGroup:
         """Kill the processes. Returns references that are ready once Ray has noticed their end."""
         for actor in self._actors:
             ray.kill(actor)
+        if self._relays is not None:
+            self._relays.kill()
         ends = [actor.ping.remote() for actor in self._actors]
-        self._actors, self._pings = [], []
+        self._actors, self._pings, self._relays = [], None, None
         return ends
 
     def local_pids(self) -> list[int]:
@@ -115,25 +129,31 @@ class RayGroup:
             actor.construct.remote(class_path, args, rank_env, settings)
             for actor, rank_env in zip(self._actors, env, strict=True)
         ]
-        self.has_shutdown = all(self._wait_watched(calls, "its start"))
+        self.has_shutdown = all(self._wait_watched(DirectCalls(calls, self._places), "its start"))
 
     def check(self) -> None:
         """Raise WorkerFailed if an idle rank has died; keep it as `failure` if the group is not essential."""
         if not self._actors or self.failure is not None:
             return
-        if not self._pings:
-            self._pings = [actor.ping.remote() for actor in self._actors]
-        answers = self._poll(self._pings, set(range(self.size)), PING_SECONDS)
+        if self._pings is None:
+            self._pings, self._unanswered = self._ping(), set(range(self.size))
+        answers = self._pings.poll(self._unanswered, PING_SECONDS)
         failures = [answer for _, answer in answers if isinstance(answer, Failure)]
         if failures and self.essential:
             raise worker_failed(failures)
         if failures:
             self.failure = worker_failed(failures)
-        if len(answers) == self.size:
-            self._pings = []
+        self._unanswered.difference_update(rank for rank, _ in answers)
+        if not self._unanswered:
+            self._pings = None
+
+    def _ping(self) -> Calls:
+        if relays := self._all_relays():
+            return relays.ping()
+        return DirectCalls([actor.ping.remote() for actor in self._actors], self._places)
 
     def wait_for_start(self, refs: list[Any]) -> list[Any]:
-        """Run `wait` on the first call of each rank. Raises WorkerFailed if Ray does not start a process in time."""
+        """Run `_wait` on the first call of each rank. Raises WorkerFailed if Ray does not start a process in time."""
         deadline = time.monotonic() + START_SECONDS
 
         def check() -> None:
@@ -147,11 +167,14 @@ class RayGroup:
                 note = f"\n{len(ranks)} of {len(refs)} processes were not started." if len(ranks) > 1 else ""
                 raise WorkerFailed(not_started(self._places[ranks[0] if ranks else 0], START_SECONDS), note)
 
-        return self.wait(refs, check)
+        return self._wait(DirectCalls(refs, self._places), check)
 
-    def _wait_watched(self, refs: list[Any], doing: str) -> list[Any]:
-        """Run `wait` with the watches of stopped processes and of progress. `doing`: the call's name, for messages."""
-        watch, stall = RayWatch(self._places, self.nodes, doing), StallWatch(self.stacks, self._cluster.stall)
+    def _wait_watched(self, calls: Calls, doing: str, called: Collection[int] | None = None) -> list[Any]:
+        """Run `_wait` with the watches of stopped processes and of progress. `doing`: the call's name, for messages."""
+        relays = self._relays.processes() if self._relays is not None else []
+        places = self._places + [place for place, _ in relays]
+        watch = RayWatch(places, self.nodes + [node for _, node in relays], doing)
+        stall = StallWatch(self.stacks, self._cluster.stall)
 
         def check() -> None:
             self._cluster.check_services()
@@ -160,7 +183,7 @@ class RayGroup:
 
         self._call, self._call_began = doing, time.monotonic()
         try:
-            return self.wait(refs, check)
+            return self._wait(calls, check, called)
         finally:
             self._call = ""
 
@@ -170,28 +193,11 @@ class RayGroup:
         states = read_stacks_on_nodes([place.pid for place in self._places], self.nodes, full)
         return GroupStacks(self._name, self._places, states, call, seconds)
 
-    def wait(self, refs: list[Any], check: Callable[[], None] | None = None) -> list[Any]:
-        """Wait for `refs`, one per rank, and return their values. A rank with None is not waited for."""
-        check = check or self._cluster.check_services
-        called = [rank for rank, ref in enumerate(refs) if ref is not None]
+    def _wait(self, calls: Calls, check: Callable[[], None], called: Collection[int] | None = None) -> list[Any]:
+        """Wait for the ranks `called`, by default all, and return their values, and None for the others."""
         try:
-            return collect(len(refs), lambda pending, seconds: self._poll(refs, pending, seconds), check, called)
+            return collect(self.size, calls.poll, check, called)
         except ClusterError as error:
             if self.essential or not isinstance(error, WorkerFailed):
                 self._cluster.shutdown()
             raise
-
-    def _poll(self, refs: list[Any], pending: set[int], seconds: float) -> list[tuple[int, Returned | Failure]]:
-        rank_of = {refs[rank]: rank for rank in pending}
-        ready, _ = ray_wait(list(rank_of), num_returns=len(rank_of), timeout=seconds)
-        return [(rank_of[ref], self._outcome(self._places[rank_of[ref]], ref)) for ref in ready]
-
-    @staticmethod
-    def _outcome(place: ProcessInfo, ref: Any) -> Returned | Failure:
-        try:
-            outcome = ray_get(ref)
-        except RayActorError as error:
-            return Failure.death(place, death_cause(error))
-        except RayError as error:
-            return Failure.raised(place, Raised.of(error))
-        return outcome if isinstance(outcome, Returned) else Failure.raised(place, outcome)

@@ -91,7 +91,7 @@ def lines_of(group: GroupStacks, read_log: Callable[[str], str] | None = None) -
         ("waiting for others:", _waiting(group, state.waiting, {} if state.missing else state.lags)),
         ("waiting for the device, or busy:", _waiting(group, state.busy, {})),
         ("others wait for:" if state.waiting or state.lags else "running:", _missing(group, state, read_log)),
-        ("returned from the call:", [_ranks(state.returned)] if state.returned else []),
+        ("returned from the call:", [format_ranks(state.returned)] if state.returned else []),
     ]
     return [line for title, lines in blocks if lines for line in (title, *_indented(lines))]
 
@@ -117,7 +117,10 @@ def _waiting(group: GroupStacks, ranks: Iterable[int], lags: dict[int, list[str]
         text = ", ".join(filter(None, [place, _where(thread), *lags.get(rank, [])]))
         alike[(text, *_callers(thread)[:_WAITING_FRAMES])].append(rank)
     return _some(
-        [[f"{_ranks(ranks)}{text and ': ' + text}", *_indented(frames)] for (text, *frames), ranks in alike.items()]
+        [
+            [f"{format_ranks(ranks)}{text and ': ' + text}", *_indented(frames)]
+            for (text, *frames), ranks in alike.items()
+        ]
     )
 
 
@@ -133,7 +136,7 @@ def _missing(group: GroupStacks, state: Situation, read_log: Callable[[str], str
     blocks = []
     for (text, *frames), ranks in alike.items():
         place, unfinished = group.places[ranks[0]], group.stacks[ranks[0]].get("unfinished", [])
-        more = f", and {_ranks(ranks[1:])} alike" if ranks[1:] else ""
+        more = f", and {format_ranks(ranks[1:])} alike" if ranks[1:] else ""
         details = [*frames, *([f"not finished: {'; '.join(unfinished)}"] if unfinished else [])]
         if read_log is not None and place.log:
             tail = read_log(place.log)
@@ -201,10 +204,10 @@ def _among(members: dict[int, GroupCount]) -> str:
     if not members:
         return ""
     size = next(iter(members.values()))["size"]
-    return f" ({_ranks(members)}{f' of {size}' if len(members) < size else ''})"
+    return f" ({format_ranks(members)}{f' of {size}' if len(members) < size else ''})"
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """Format ranks: "rank 1", "ranks 0-2, 5"."""
     ranks = sorted(ranks)
     parts = spans_of(ranks)

@@ -18,7 +18,7 @@ from megarl.commands.rehearse.data import write_data
 from megarl.commands.rehearse.layout import layers_for, with_sizes
 from megarl.commands.rehearse.settings import shrink_settings
 from megarl.engines.specs import fixed_models
-from megarl.hf.config import number_of_experts, text_fields, with_experts, with_layers
+from megarl.hf.config import experts_per_token, number_of_experts, text_fields, with_experts, with_layers
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import read_hf_config
 from megarl.recipe.derived.lengths import longest_sample
@@ -153,7 +153,7 @@ def fewer_experts(config: dict[str, Any], ranks: int, like: int) -> dict[str, in
     groups, experts = config.get("n_group") or 1, number_of_experts(config)
     if not experts or ranks >= like:
         return {}
-    fewer = max(experts * ranks // like, config["num_experts_per_tok"], 2 * groups)
+    fewer = max(experts * ranks // like, experts_per_token(config), 2 * groups)
     if fewer % ranks or fewer % groups:
         return {}
     return with_experts(config, fewer)

@@ -14,7 +14,7 @@ from megarl.commands.data.tiny_tokenizer import EOS_ID, PAD_ID, VOCAB_LIMIT, mak
 from megarl.commands.data.tiny_weights import Config, write_weights
 
 Kind = Literal[
-    "qwen3_moe", "qwen3", "qwen2", "deepseek_v3", "gemma3_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "kimi_k2", "llama", "minimax_m2",
+    "qwen3_moe", "qwen3", "qwen2", "deepseek_v3", "ernie4_5_moe", "gemma3_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "kimi_k2", "llama", "minimax_m2",
     "mistral", "mixtral", "olmoe", "qwen2_moe", "qwen3_next",
 ]  # fmt: skip
 
@@ -99,6 +99,19 @@ KINDS: dict[str, Config] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 0,
+    },
+    "ernie4_5_moe": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "hidden_size": 128,
+        "use_bias": False,
+        "tie_word_embeddings": True,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 64,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
     },
     "gemma3_text": {
         "architectures": ["Gemma3ForCausalLM"],

@@ -55,7 +55,8 @@ def shapes(config: Config) -> Shapes:
     config = text_fields(config)
     family, layers = family_of(config), config["num_hidden_layers"]
     yield from tensors(family, config)
-    for layer in range(layers, layers + (config.get("num_nextn_predict_layers") or 0)):
+    predicted = (config.get("num_nextn_predict_layers") or 0) if family.numbered_prediction else 0
+    for layer in range(layers, layers + predicted):
         last = f"model.layers.{layers - 1}."  # a multi-token prediction layer is a decoder layer with more tensors
         for name, shape in tensors(family, config):
             if name.startswith(last):

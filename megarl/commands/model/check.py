@@ -8,17 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.commands.model import new_family
 from megarl.errors import RecipeError
 from megarl.hf import hub, published, weights
-from megarl.hf.config import context_length, number_of_experts, text_fields
+from megarl.hf.config import context_length, experts_per_token, number_of_experts, text_fields
 from megarl.hf.families import FAMILIES, has_tower
 from megarl.hf.families.check import model_faults, size_faults
 from megarl.hf.linears import linears_of
 from megarl.hf.shape import model_shape
 from megarl.preflight.models import read_hf_config
-
-ADD_A_FAMILY = "docs/add_a_model.md has the steps"
-_SHOWN = 12  # unknown fields
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,9 @@ def check_config(model: str, config: dict[str, Any], weights_problem: str | None
         reasons.append(f"Its weights: {weights_problem}.")
     family = str(config.get("model_type"))
     supported = family in FAMILIES
-    return ModelCheck(model, family, reasons, _facts(config, readable=not reasons), [] if supported else _hints(config))
+    return ModelCheck(
+        model, family, reasons, _facts(config, readable=not reasons), [] if supported else new_family.hints(config)
+    )
 
 
 def _read(model: str) -> tuple[dict[str, Any], str | None, str | None]:
@@ -98,7 +98,7 @@ def _facts(config: dict[str, Any], *, readable: bool) -> dict[str, str]:
             f"{text['num_attention_heads']} of queries, {text.get('num_key_value_heads') or 'as many'} of keys"
         )
     if number_of_experts(text):
-        facts["experts"] = f"{number_of_experts(text)} per layer, {text.get('num_experts_per_tok')} per token"
+        facts["experts"] = f"{number_of_experts(text)} per layer, {experts_per_token(text)} per token"
     length = context_length(config)
     facts["context"] = (
         f"{length:,} tokens" if length is not None else "the engine computes it (scaled rotary embeddings)"
@@ -114,30 +114,6 @@ def _facts(config: dict[str, Any], *, readable: bool) -> dict[str, str]:
 
 def _leaves(config: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linears_of(text_fields(config))))
-
-
-def _hints(config: dict[str, Any]) -> list[str]:
-    """Return what to know before adding an unknown family."""
-    hints = [f"to add the family: {ADD_A_FAMILY}"]
-    unknown = sorted(text_fields(config).keys() - _known_fields())
-    if unknown:
-        more = f", and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
-        hints.append(f"config.json has fields that no supported family has: {', '.join(unknown[:_SHOWN])}{more}")
-    return hints
-
-
-def _known_fields() -> set[str]:
-    """Return the fields of the published models, and fields without influence on the computation."""
-    fields = {
-        "transformers_version",
-        "dtype",
-        "torch_dtype",
-        "use_cache",
-        "pad_token_id",
-        "initializer_range",
-        "auto_map",
-    }
-    return fields.union(*(text_fields(published.read(name)) for name in published.names()))
 
 
 def _lines(result: ModelCheck) -> list[str]:

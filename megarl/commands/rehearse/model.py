@@ -6,7 +6,15 @@ from typing import Any
 
 from megarl.commands.data.tiny_tokenizer import EOS_ID, FIRST_IMAGE_ID, IMAGE_TOKENS, PAD_ID, VOCAB_LIMIT
 from megarl.commands.rehearse.changes import Changes
-from megarl.hf.config import layer_kinds, number_of_experts, text_fields, with_experts, with_layers
+from megarl.hf.config import (
+    experts_per_token,
+    layer_kinds,
+    number_of_experts,
+    text_fields,
+    with_experts,
+    with_experts_per_token,
+    with_layers,
+)
 from megarl.hf.families import family_of, has_tower
 
 Config = dict[str, Any]
@@ -92,9 +100,9 @@ def _experts(config: Config) -> Config:
     experts = number_of_experts(config)
     if not experts:
         return {}
-    chosen = min(config["num_experts_per_tok"], CHOSEN)
+    chosen = min(experts_per_token(config), CHOSEN)
     small = with_experts(config, min(experts, EXPERTS))
-    small |= {"num_experts_per_tok": chosen}
+    small |= with_experts_per_token(config, chosen)
     for width in ("moe_intermediate_size", "shared_expert_intermediate_size"):
         if config.get(width):
             small[width] = EXPERT_WIDTH

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.engines.base import EngineSpec
-from megarl.hf.config import number_of_experts, text_fields
+from megarl.hf.config import experts_per_token, number_of_experts, shared_experts, text_fields
 
 DEFAULT_MB = 200
 """HCCL's default (CANN's documentation of HCCL_BUFFSIZE); a communicator takes twice as much."""
@@ -42,8 +42,8 @@ def dispatch_buffer(config: Mapping[str, Any], spec: EngineSpec) -> DispatchBuff
     experts, ranks = number_of_experts(text), spec.data_parallel * spec.tensor_parallel
     if not experts or not spec.expert_parallel or ranks == 1:
         return None
-    hidden, shared = int(text["hidden_size"]), int(text.get("n_shared_experts") or 0)
-    chosen = int(text.get("num_experts_per_tok") or text.get("top_k_experts") or 1)
+    hidden, shared = int(text["hidden_size"]), shared_experts(text)
+    chosen = experts_per_token(text) or int(text.get("top_k_experts") or 1)
     local, tokens = math.ceil(experts / ranks), _tokens_per_rank(spec)
     window, back = _align(_align(2 * hidden, 32) + 64, 512), _align(2 * hidden, 512)
     size = 2 * (local * tokens * ranks * window + (chosen + shared) * tokens * back)

@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.engines import package_folder
 from megarl.errors import RecipeError
-from megarl.hf.config import layer_kinds, number_of_experts, text_fields
+from megarl.hf.config import layer_kinds, leading_dense_layers, number_of_experts, shared_experts, text_fields
 
 BLOCK = 128  # rows and columns that share a scale
 _SCHEME = "fp8_per_block"  # vLLM's name (vllm/config/quantization.py)
@@ -80,7 +80,7 @@ def _inputs(text: dict[str, Any], tensor_parallel: int, spread: bool) -> list[tu
     head = text.get("v_head_dim") or text.get("head_dim") or text["hidden_size"] // heads
     experts = number_of_experts(text)
     width = text.get("moe_intermediate_size") or text["intermediate_size"]
-    shared = (text.get("n_shared_experts") or 0) * width or text.get("shared_expert_intermediate_size") or 0
+    shared = shared_experts(text) * width or text.get("shared_expert_intermediate_size") or 0
     return [
         ("hidden_size", text["hidden_size"], 1),
         ("q_lora_rank", text.get("q_lora_rank") or 0, 1),
@@ -95,7 +95,7 @@ def _inputs(text: dict[str, Any], tensor_parallel: int, spread: bool) -> list[tu
 def _has_dense(text: dict[str, Any]) -> bool:
     """Return True if a mixture of experts also has dense layers."""
     sparse_step = text.get("decoder_sparse_step") or 1
-    return bool(text.get("first_k_dense_replace") or text.get("mlp_only_layers") or sparse_step > 1)
+    return bool(leading_dense_layers(text) or text.get("mlp_only_layers") or sparse_step > 1)
 
 
 def _remedy(width: int, parts: int, *, is_expert: bool) -> str:

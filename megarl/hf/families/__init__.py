@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.hf.config import text_fields
 from megarl.hf.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from megarl.hf.families.ernie import ERNIE4_5_MOE
 from megarl.hf.families.family import Family
 from megarl.hf.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from megarl.hf.families.glm4_moe import GLM4_MOE, GLM4_MOE_LITE
@@ -27,6 +28,7 @@ from megarl.hf.families.sparse_attention import DEEPSEEK_V32, GLM_MOE_DSA
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v32": DEEPSEEK_V32,
+    "ernie4_5_moe": ERNIE4_5_MOE,
     "gemma3": GEMMA3,
     "gemma3_text": GEMMA3_TEXT,
     "glm4_moe": GLM4_MOE,
@@ -85,6 +87,12 @@ def has_indexer(hf_config: dict[str, Any]) -> bool:
     """Return whether the model has sparse attention: an indexer selects the keys that a query sees."""
     family = FAMILIES.get(hf_config.get("model_type", ""))
     return family is not None and bool(family.indexer)
+
+
+def has_biased_softmax(hf_config: dict[str, Any]) -> bool:
+    """Return whether the model's experts are scored by a softmax and chosen with a bias."""
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    return family is not None and family.biased_softmax
 
 
 def has_windows(hf_config: dict[str, Any]) -> bool:

@@ -62,9 +62,12 @@ class Family:
     rotary_kinds: bool = (
         False  # layers with a sliding window have other rotary frequencies than those with full attention
     )
+    biased_softmax: bool = False  # experts are scored by a softmax over all and chosen with a bias
     wide_norms: bool = False  # norms of queries and keys over all heads together, not of each head
     carried: tuple[str, ...] = ("mtp.",)
     """Prefixes of tensors that are not trained and are exported unchanged; so are layers beyond the last."""
+
+    numbered_prediction: bool = True  # layers of multi-token prediction are numbered after the last layer (DeepSeek-V3)
 
     alone: tuple[str, str] | None = None
     """`model_type` and class of the language model without a tower that is not trained: tiny copies are of this model."""

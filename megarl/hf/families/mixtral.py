@@ -60,5 +60,4 @@ MINIMAX_M2 = Family(
     unsupported=_unsupported_minimax,
     rotary=("default",),
     wide_norms=True,
-    no_cpu_engine="scores by a sigmoid for experts without groups",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.hf.config import number_of_experts
+from megarl.hf.config import experts_per_token, number_of_experts
 from megarl.hf.families.slices import Config
 
 
@@ -44,7 +44,7 @@ def mixture(config: Config) -> dict[str, Any]:
     """Return Megatron's fields that all mixtures of experts share."""
     return {
         "num_moe_experts": number_of_experts(config),
-        "moe_router_topk": config["num_experts_per_tok"],
+        "moe_router_topk": experts_per_token(config),
         "moe_ffn_hidden_size": config.get("moe_intermediate_size") or config["intermediate_size"],
         "moe_grouped_gemm": True,
         "bias_activation_fusion": True,

@@ -44,6 +44,11 @@ def copy(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[
     return [Stored((rows, columns * shard.ranks), [(0, shard.rank * columns, rows, columns, 0, columns)])]
 
 
+def one_row(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:
+    """Store a vector that every rank has whole as a matrix of one row."""
+    return [Stored((1, shape[0]), [(0, 0, 1, shape[0], 0, shape[0])])]
+
+
 def vocabulary(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:
     """Store an embedding or output layer without the rows that Megatron adds to make the vocabulary divisible."""
     first, size = shard.rank * shape[0], config["vocab_size"]

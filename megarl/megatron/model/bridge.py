@@ -28,6 +28,7 @@ from megarl.hf.families.slices import ParameterShard, Stored, as_matrix, copy
 from megarl.hf.families.stacks import in_parameter_order, in_stored_order
 from megarl.megatron.model import gated_delta_net, post_norms, rotary_kinds, sparse_attention, wide_norms
 from megarl.megatron.model.tensor_reader import TensorReader
+from megarl.megatron.moe import biased_softmax
 
 _EXPERTS = ".mlp.experts.linear_fc"
 _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -194,10 +195,11 @@ class TableWeights:
 class FamilyBridge(TableWeights, LLMBridge):
     """mbridge's bridge for text models of a family: it builds GPTModels from the family's settings."""
 
-    # The width of a dense layer, which a model of experts alone does not have.
+    # Fields that some models do not have: the width of a dense layer (experts alone), dropout (check.py refuses others than 0).
     _CONFIG_MAPPING: ClassVar[dict[str, Any]] = {
         **LLMBridge._CONFIG_MAPPING,
         "ffn_hidden_size": ("intermediate_size", None),
+        "attention_dropout": ("attention_dropout", 0.0),
     }
 
     def __init__(self, family: Family, hf_config: Any, **arguments: Any) -> None:
@@ -232,6 +234,8 @@ class FamilyBridge(TableWeights, LLMBridge):
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
         spec = super()._get_transformer_layer_spec(vp_stage)
+        if self.family.biased_softmax:
+            biased_softmax.install(spec.layer_specs)
         if self.family.wide_norms:
             wide_norms.install(spec.layer_specs)
         if self.family.rotary_kinds:

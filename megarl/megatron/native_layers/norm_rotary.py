@@ -54,17 +54,19 @@ def rotate_packed(
 
     Same arguments as Megatron's function, which slices `freqs` sequence by sequence.
     """
-    assert not rotary_interleaved, "none of mbridge's models interleaves its rotary embedding"
     ranks, rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
     rows = _positions(host_offsets(cu_seqlens), ranks, rank, t.device)
-    half = freqs.shape[-1] // 2  # both halves hold the same angles
-    angles = freqs[:, 0, :, :half]
+    half = freqs.shape[-1] // 2
+    # Each angle twice: in both halves, or in both elements of a pair.
+    angles = freqs[:, 0, :, ::2] if rotary_interleaved else freqs[:, 0, :, :half]
     cos = (angles.cos() * mscale).to(t.dtype).index_select(0, rows)
     sin = (angles.sin() * mscale).to(t.dtype).index_select(0, rows)
     rotated, rest = t.split([2 * half, t.shape[-1] - 2 * half], -1)
-    if multi_latent_attention:  # these models' weights store the pairs interleaved
+    if multi_latent_attention or rotary_interleaved:  # these models' weights store the pairs interleaved
         rotated = rotated.unflatten(-1, (half, 2)).transpose(-1, -2).flatten(-2)
     rotated = _Rotate.apply(rotated, cos, sin)
+    if rotary_interleaved:
+        rotated = rotated.unflatten(-1, (2, half)).transpose(-1, -2).flatten(-2)
     return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
 

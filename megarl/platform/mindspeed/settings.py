@@ -125,6 +125,17 @@ def sparse_attention_problem() -> tuple[str, str]:
     )
 
 
+def biased_softmax_problem() -> tuple[str, str]:
+    """Problem and remedy of experts that are chosen by a softmax and a bias (ERNIE 4.5) under MindSpeed.
+
+    megarl's router, and rotary pairs that are neighbours in a head, were not compared with its replacements.
+    """
+    return (
+        f"the model's experts are chosen by a softmax and a bias, and megarl's router has not been compared with {label()}'s",
+        "train with cluster.device: cuda",
+    )
+
+
 def sinks_problem() -> tuple[str, str]:
     """Problem and remedy of attention sinks and sliding windows (gpt-oss) under MindSpeed.
 

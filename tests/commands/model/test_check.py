@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 
 from megarl.cli import app
+from megarl.commands.model import new_family
 from megarl.commands.model.check import check_config
 from megarl.exit_status import guarded
 from megarl.hf import published
+from megarl.hf.families import FAMILIES
 from megarl.hf.families.check import check_model
 from tests.support.fake_hub import running_hub, use_hub
 
@@ -67,6 +70,25 @@ def test_an_unknown_family_with_all_reasons(tmp_path: Path, capsys: pytest.Captu
     for words in ("this is a 'gpt_oss_2' model", "(quantization_config in config.json: mxfp4)", "has no vocab_size"):
         assert words in text
     assert "docs/add_a_model.md has the steps" in text and "sink_tokens" in text
+
+
+def test_the_code_of_an_unknown_family(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The hints name the files to compare, and separate fields that the code reads. Here: ERNIE 4.5, as if it were unknown."""
+    monkeypatch.delitem(FAMILIES, "ernie4_5_moe")
+    monkeypatch.setattr(published, "names", lambda: ["Qwen3-8B"])
+    fields = {
+        "model_type": "ernie4_5_moe",
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "moe_k": 6,
+        "moe_gate": "topk",
+    }
+    text = "\n".join(new_family.hints(fields))
+    assert re.search(r"transformers: \S+/models/ernie4_5_moe$", text, re.MULTILINE)
+    assert re.search(r"vLLM: \S+/ernie45_moe\.py$", text, re.MULTILINE)
+    assert "some of the same layers: llama, mixtral, qwen3_moe" in text
+    assert "no supported family has: moe_k\n" in text and text.endswith("of no effect in transformers: moe_gate")
+    text = "\n".join(new_family.hints(UNKNOWN))
+    assert "does not know this model_type" in text and "vLLM: the installed version has no GptOss2ForCausalLM" in text
 
 
 def test_several_settings_of_a_known_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

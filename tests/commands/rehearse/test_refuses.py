@@ -12,16 +12,9 @@ from megarl.errors import RecipeError
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize(
-    ("name", "lacking"),
-    [
-        ("grpo_deepseek_v3.2.yaml", "sparse attention"),
-        ("gspo_glm5.yaml", "sparse attention"),
-        ("gspo_minimax_m2.yaml", "scores by a sigmoid"),
-    ],
-)
-def test_a_model_without_an_engine_on_a_cpu_is_refused(name: str, lacking: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["grpo_deepseek_v3.2.yaml", "gspo_glm5.yaml"])
+def test_a_model_without_an_engine_on_a_cpu_is_refused(name: str, tmp_path: Path) -> None:
     """Its engine would fail a minute after the start."""
-    with pytest.raises(RecipeError, match=f"vLLM's CPU build has no {lacking}"):
+    with pytest.raises(RecipeError, match="vLLM's CPU build has no sparse attention"):
         make_tiny_copy(ROOT / "recipes" / "cuda" / name, [], tmp_path)
     assert not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ from megarl.commands.plan.count.rank_client import CannotCount, RankClient, Rank
 from megarl.commands.plan.count.types import Activations
 from megarl.commands.plan.count.workload import Workload, peak_workload
 from megarl.commands.plan.search.lower_bound import StagePart, chunks_in_flight, largest_parts, min_held_bytes
-from megarl.hf.config import number_of_experts, text_fields, with_experts, with_layers
+from megarl.hf.config import experts_per_token, number_of_experts, text_fields, with_experts, with_layers
 from megarl.hf.shape import ModelShape
 from megarl.recipe.schema import Recipe
 from megarl.recipe.trainers import MegatronConfig
@@ -151,7 +151,7 @@ def _small(model: dict[str, Any], layers: int) -> dict[str, Any]:
     text.pop("text_config", None)
     few = with_layers(text, layers, dense=0) | {"num_nextn_predict_layers": 0}
     if experts := number_of_experts(text):
-        count = min(experts, max(2 * text["num_experts_per_tok"], 4 * (text.get("n_group") or 1)))
+        count = min(experts, max(2 * experts_per_token(text), 4 * (text.get("n_group") or 1)))
         few |= with_experts(text, count)
         few |= {"mlp_only_layers": []} if "mlp_only_layers" in text else {}
     return {**text, **few}
