@@ -42,6 +42,7 @@ KNOWN = {
     "qwen3_moe": ("Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", ("qwen3_moe", "qwen3_moe_raw")),
     "qwen3_5": ("Qwen3.5, Qwen3.6, on text", ("qwen3_5",)),
     "qwen3_5_moe": ("Qwen3.5-35B-A3B and other mixtures of Qwen3.5 and 3.6, on text", ("qwen3_5_moe",)),
+    "qwen3_5_moe_text": ("Qwen3.5 with experts, without its vision tower", ("qwen3_5_moe_text",)),
     "qwen3_5_text": ("Qwen3.5 without its vision tower", ("qwen3_5_text",)),
     "qwen3_next": ("Qwen3-Next-80B-A3B", ("qwen3_next",)),
     "qwen3_vl": ("Qwen3-VL", ("qwen3_vl", "qwen3_vl_tied")),

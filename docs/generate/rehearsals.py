@@ -19,7 +19,7 @@ from pathlib import Path
 
 from docs.generate import recipes as recipes_page
 from docs.generate import rehearsed
-from docs.generate.rehearsed import NOT_RUN, Outcome, name_of, recipes
+from docs.generate.rehearsed import NOT_RUN, REFUSED, Outcome, name_of, recipes
 from megarl.commands.rehearse.command import RECORD
 
 _TIMEOUT = 1800.0  # seconds per command
@@ -30,6 +30,9 @@ def plan(path: Path, outcome: Outcome) -> Outcome:
     began = time.monotonic()
     done = _megarl("plan", str(path))
     seconds = time.monotonic() - began
+    if done.returncode == 1 and not done.stdout.strip():  # the planner itself failed, and shows no plan
+        print(done.stderr[-2000:], file=sys.stderr, flush=True)
+        return replace(outcome, plan=f"failed, {seconds:.0f} s")
     verdict = {0: "passes", 1: "does not fit"}.get(done.returncode, "refused")
     return replace(outcome, plan=f"{verdict}, {seconds:.0f} s")
 
@@ -40,13 +43,14 @@ def rehearse(path: Path, outcome: Outcome) -> Outcome:
         done = _megarl("rehearse", str(path), "--out", f"{folder}/tiny_copy")
         seconds = time.monotonic() - began
         record = Path(folder, "tiny_copy", RECORD)
-        changes = json.loads(record.read_text(encoding="utf-8"))["changes"] if record.is_file() else []
+        started = record.is_file()
+        changes = json.loads(record.read_text(encoding="utf-8"))["changes"] if started else []
     if done.returncode:
         print(done.stderr[-2000:], file=sys.stderr, flush=True)
     outcomes = [change["outcome"] for change in changes]
     return replace(
         outcome,
-        rehearsal="failed" if done.returncode else "passed",
+        rehearsal=REFUSED if done.returncode == 2 and not started else "failed" if done.returncode else "passed",
         seconds=round(seconds, 1),
         date=datetime.date.today().isoformat(),
         kept=outcomes.count("kept"),

@@ -18,7 +18,7 @@ from megarl.recipe.schema import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "docs" / "rehearsed.json"
-NOT_RUN = "not run"
+NOT_RUN, REFUSED = "not run", "refused"
 _DEFAULTS = flat_settings(to_yaml(Recipe()))
 
 HEAD = """
@@ -29,6 +29,7 @@ each recipe. A rehearsal trains a tiny copy of the recipe, with a small model an
 the recipe has one, two steps with weight sync and checkpoints, and a third step after a resume. It passes if all steps run, every
 metric is finite, no update is skipped, and engine and trainer agree on the tokens' log-probs. The machines were busy with other
 work, so the seconds are upper bounds. The last column lists settings that a CPU cannot run; all others ran, unchanged or reduced.
+Refused are models that vLLM's CPU build cannot sample from ([models.md](models.md#not-supported)).
 Models that read images ran with a stand-in for torchvision (`tests/stand_ins`); vLLM only needs its names.
 
 | recipe | hardware | plan | rehearsal | settings kept, reduced | could not be exercised |
@@ -41,7 +42,7 @@ TAIL = """
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcomes for one version of a recipe. `plan` is the verdict; `rehearsal` is passed, failed, or not run."""
+    """The outcomes for one version of a recipe. `plan` is the verdict; `rehearsal` is passed, failed, refused, or not run."""
 
     digest: str
     plan: str = NOT_RUN
@@ -105,12 +106,12 @@ def table(record: dict[str, Outcome]) -> str:
 
 
 def _row(name: str, path: Path, outcome: Outcome) -> str:
-    ran = outcome.rehearsal != NOT_RUN
+    ran = outcome.rehearsal not in (NOT_RUN, REFUSED)
     cells = [
         f"[{name}](../recipes/{name})",
         _hardware(path, load_recipe(path)),
         outcome.plan,
-        f"{outcome.rehearsal}, {outcome.seconds:.0f} s, {outcome.date}" if ran else NOT_RUN,
+        f"{outcome.rehearsal}, {outcome.seconds:.0f} s, {outcome.date}" if ran else outcome.rehearsal,
         f"{outcome.kept}, {outcome.reduced}" if ran else "-",
         ", ".join(f"`{key}`" for key in outcome.left_out) or "nothing" if ran else "-",
     ]

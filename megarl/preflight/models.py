@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl import platform as platforms
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
@@ -14,11 +15,12 @@ from megarl.errors import NotHereError, RecipeError, as_recipe_error, errors_of
 from megarl.hf import hub, published, weights
 from megarl.hf.adapters import adapter_faults
 from megarl.hf.config import context_length, text_fields
-from megarl.hf.families import has_tower
+from megarl.hf.families import FAMILIES, has_tower
 from megarl.hf.families.check import check_model, check_sizes
 from megarl.megatron.extra_settings import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
+from megarl.platform.kinds import kind_of
 from megarl.preflight.engines import check_experts, check_heads, check_quantization
 from megarl.recipe.data import DataConfig
 from megarl.recipe.derived.at_update import update_rule
@@ -213,9 +215,25 @@ def sampled_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
         )
     if recipe.rollout.dtype == "float16":
         yield from _float16_errors(config, "rollout.dtype")
+    yield from errors_of(check_cpu_engine, recipe, config)
     yield from errors_of(check_experts, recipe.rollout, config)
     yield from errors_of(check_quantization, recipe.rollout, config)
     yield from errors_of(check_heads, "rollout", recipe.rollout, config, spread=recipe.rollout.spreads_experts)
+
+
+def check_cpu_engine(
+    recipe: Recipe, config: Config, remedy: str = "set it to cuda, or train by SFT, without engines (train.source=sft)"
+) -> None:
+    """Raise RecipeError if the recipe samples on a CPU, and vLLM's CPU build lacks a part of the model.
+
+    config: the model's config.json. remedy: what the error proposes.
+    """
+    kind = text_fields(config)["model_type"]
+    lacking = FAMILIES[kind].no_cpu_engine if kind in FAMILIES else ""
+    accelerator = kind_of(platforms.kind(recipe.cluster.device)).accelerator
+    if lacking and not accelerator and recipe.train.source == "rollout":
+        problem = f"vLLM's CPU build has no {lacking}, so it cannot sample from {kind}"
+        raise RecipeError("cluster.device", problem, remedy, value=recipe.cluster.device)
 
 
 def _float16_errors(config: Config, key: str) -> Iterator[RecipeError]:

@@ -51,8 +51,18 @@ def qwen3_5(sizes: Sizes) -> transformers.PreTrainedModel:
 
 def qwen3_5_moe(sizes: Sizes, experts: Sizes) -> transformers.PreTrainedModel:
     """Qwen3.5 with experts. `write_model` stacks them, as in the published checkpoints."""
-    text = {**sizes, **DELTA, **experts, "num_experts": 4, "shared_expert_intermediate_size": 64}
-    del text["intermediate_size"], text["norm_topk_prob"]
+    text = _with_experts(sizes, experts)
     return transformers.Qwen3_5MoeForConditionalGeneration(
         transformers.Qwen3_5MoeConfig(text_config=text, vision_config=TOWER)
     )
+
+
+def qwen3_5_moe_text(sizes: Sizes, experts: Sizes) -> transformers.PreTrainedModel:
+    """The language model alone, as tiny copies have it. `write_model` stacks the experts."""
+    return transformers.Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeTextConfig(**_with_experts(sizes, experts)))
+
+
+def _with_experts(sizes: Sizes, experts: Sizes) -> Sizes:
+    text = {**sizes, **DELTA, **experts, "num_experts": 4, "shared_expert_intermediate_size": 64}
+    del text["intermediate_size"], text["norm_topk_prob"]
+    return text

@@ -92,6 +92,7 @@ glm4_moe_plain      ci   -     -     -     -         -     -     -     -        
 qwen3_5_text        ci   -     ci    slow  -         slow  -     -     -         -        -        -            -
 qwen3_5             ci   slow  slow  ci    slow      slow  -     -     -         -        -        -            -
 qwen3_5_moe         ci   slow  ci    slow  slow      slow  ci    -     -         -        -        slow         slow
+qwen3_5_moe_text    ci   -     -     -     -         -     slow  -     -         -        -        -            -
 gpt_oss             ci   slow  ci    slow  slow      ci    ci    -     -         -        -        slow         slow
 gemma3_text         ci   slow  ci    ci    slow      ci    -     -     -         slow     slow     -            -
 gemma3              ci   -     slow  slow  -         slow  -     -     -         -        -        -            -

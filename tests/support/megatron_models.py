@@ -287,6 +287,7 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "qwen3_5_text": partial(delta_net_models.qwen3_5_text, COMMON),
     "qwen3_5": partial(delta_net_models.qwen3_5, COMMON),
     "qwen3_5_moe": partial(delta_net_models.qwen3_5_moe, COMMON, EXPERTS),
+    "qwen3_5_moe_text": partial(delta_net_models.qwen3_5_moe_text, COMMON, EXPERTS),
     "deepseek_v32": partial(sparse_attention_models.deepseek_v32, LATENT, _YARN),
     "glm_moe_dsa": partial(sparse_attention_models.glm_moe_dsa, LATENT),
     "gemma3_text": partial(gemma3_model.text, COMMON),
@@ -313,7 +314,7 @@ def write_model(name: str, directory: Path) -> Path:
     model.save_pretrained(path)
     if name == "kimi_k2":
         _name_kimi(path / "config.json")
-    if name == "qwen3_5_moe":
+    if name in ("qwen3_5_moe", "qwen3_5_moe_text"):
         save_file(stack_experts(load_file(path / "model.safetensors")), path / "model.safetensors", {"format": "pt"})
     if json.loads((path / "config.json").read_text()).get("num_nextn_predict_layers"):
         add_mtp_layer(path / "model.safetensors", model.config.num_hidden_layers, ernie=name.startswith("ernie"))

@@ -143,7 +143,7 @@ def gradient_of_transformers(model: Any, directory: Path) -> dict[str, torch.Ten
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     model.save_pretrained(directory)
     tensors = checkpoint_tensors(directory)
-    if model.config.model_type == "qwen3_5_moe":
+    if model.config.model_type in ("qwen3_5_moe", "qwen3_5_moe_text"):
         tensors = stack_experts(tensors)
     if model.config.model_type == "qwen3_vl_moe":
         tensors = published_experts(tensors)

@@ -14,7 +14,7 @@ import numpy as np
 
 from megarl.atomic_files import give_default_mode
 from megarl.hf.config import text_fields
-from megarl.hf.families import family_of, has_tower
+from megarl.hf.families import family_of, has_tower, has_zero_centered_norms
 from megarl.hf.families.sizes import tensors
 
 Config = dict[str, Any]
@@ -24,23 +24,30 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 def write_weights(path: Path, config: Config, seed: int, norm_spread: float) -> None:
     """Write random tensors for `config` to a safetensors file.
 
-    The standard deviation is `initializer_range` for matrices, and `norm_spread` for norms (mean 1) and biases (mean 0).
+    The standard deviation is `initializer_range` for matrices, and `norm_spread` for norms and biases. Norms have the mean 1, or 0
+    if the model adds 1 to their weights. Twice as large norms would enlarge rounding errors tenfold.
     Raises ValueError for an unsupported `model_type`.
     """
     from safetensors.numpy import save_file
 
     tensors = {}
     config = text_fields(config)
+    adds_1 = has_zero_centered_norms(config)
     for name, shape in shapes(config):
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         noise = rng.standard_normal(shape, dtype=np.float32)
         if len(shape) > 1:
             tensors[name] = noise * np.float32(config["initializer_range"])
         else:
-            centered = name.endswith("bias") or not ("norm" in name or name.endswith("ln_q.weight"))
-            tensors[name] = noise * np.float32(norm_spread) + np.float32(not centered)
+            tensors[name] = noise * np.float32(norm_spread) + np.float32(_has_mean_1(name, adds_1))
     save_file(tensors, path, metadata={"format": "pt"})
     give_default_mode(path)
+
+
+def _has_mean_1(name: str, adds_1: bool) -> bool:
+    """Return whether a vector is a norm with a mean of 1. adds_1: the model adds 1 to its norms, except in delta nets."""
+    norm = not name.endswith("bias") and ("norm" in name or name.endswith("ln_q.weight"))
+    return norm and (not adds_1 or name.endswith("linear_attn.norm.weight"))
 
 
 def shapes(config: Config) -> Shapes:

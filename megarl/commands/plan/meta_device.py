@@ -53,7 +53,7 @@ class MetaPlatform(Platform):
         fake_collectives()
         _remember_sent_values()
         F.scaled_dot_product_attention = _attention
-        F.rms_norm = _rms_norm
+        F.rms_norm = rms_norm
 
     def set_device(self, local_rank: int) -> None:
         """Do nothing: there is one device."""
@@ -217,7 +217,7 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
-def _rms_norm(
+def rms_norm(
     input: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,
@@ -227,14 +227,14 @@ def _rms_norm(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Memory of a fused RMSNorm: one number per row is saved besides the input."""
+    """Memory of a fused RMSNorm, with or without a weight: one number per row is saved besides the input."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)

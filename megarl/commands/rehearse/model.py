@@ -21,6 +21,7 @@ Config = dict[str, Any]
 
 # vLLM has CPU kernels for these sizes, and two tensor-parallel ranks divide them.
 HEAD, HIDDEN, WIDTH, EXPERT_WIDTH, RANK = 32, 64, 128, 64, 32
+DELTA_HEAD = 64  # the smallest head of a delta net
 EXPERTS, CHOSEN, GROUPS = 8, 2, 4
 WINDOW = 16
 VISION = {"depth": 4, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96}
@@ -29,6 +30,7 @@ OF_TOWERS = {"fullatt_block_indexes": [1, 3], "window_size": 56, "num_position_e
 _SPREAD = 0.05  # standard deviation of random weights
 _FILE_DTYPE = "dtype of the weight files; model.dtype is the trainer's dtype"
 _REASONS = {"initializer_range": "random weights", "dtype": _FILE_DTYPE, "torch_dtype": _FILE_DTYPE}
+_IMAGE_IDS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 _ROTARY = ("rope_scaling", "rope_parameters")  # names before transformers 5, and since
 
 # Fields that define the architecture. The table of changes lists them as kept.
@@ -54,7 +56,8 @@ def shrink_model(hf_config: Config, layers: int, changes: Changes) -> Config:
         small |= _vision(config, small)
     if alone := family_of(hf_config).alone:
         small |= {"model_type": alone[0], "architectures": [alone[1]]}
-        del small["vision_config"]
+        for name in ("vision_config", *_IMAGE_IDS):
+            small.pop(name, None)
         changes.note("reduced", "config.json: vision_config", "a tower", "none", "it is not trained")
     _note(config, small, changes)
     return _in_sections(small, hf_config["text_config"]) if family_of(hf_config).deepstack else small
@@ -82,7 +85,7 @@ def _attention(config: Config) -> Config:
     if config.get("linear_num_key_heads"):
         per_key = config["linear_num_value_heads"] // config["linear_num_key_heads"]
         small |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * per_key}
-        small |= {"linear_key_head_dim": HEAD, "linear_value_head_dim": HEAD}
+        small |= {"linear_key_head_dim": DELTA_HEAD, "linear_value_head_dim": DELTA_HEAD}
     if "sliding_attention" in layer_kinds(config):
         small["sliding_window"] = min(config["sliding_window"], WINDOW)
     if config.get("rotary_dim"):
@@ -115,9 +118,8 @@ def _ids(config: Config) -> Config:
     """Return the token ids of the tiny tokenizer."""
     ids: Config = {"bos_token_id": None, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     if has_tower(config):
-        names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-        assert len(names) == len(IMAGE_TOKENS)
-        ids |= {name: FIRST_IMAGE_ID + number for number, name in enumerate(names)}
+        assert len(_IMAGE_IDS) == len(IMAGE_TOKENS)
+        ids |= {name: FIRST_IMAGE_ID + number for number, name in enumerate(_IMAGE_IDS)}
     return ids
 
 

@@ -214,6 +214,8 @@ def _engines(small: Recipe, section: str, changes: Changes) -> None:
         changes.set(owner, f"{section}.engine", _ENGINE, "the engine in megarl's CPU packages")
     for name in [name for name in arguments if name in _ENGINE_ON_DEVICES]:
         changes.left_out(f"{section}.engine_args.{name}", arguments.pop(name), _ENGINE_ON_DEVICES[name])
+    if arguments.get("enforce_eager") is False:
+        changes.left_out(f"{section}.engine_args.enforce_eager", arguments.pop("enforce_eager"), "a CPU has no graphs")
     for name, most in (("max_num_seqs", _SEQUENCES), ("max_num_batched_tokens", 2 * (small.data.max_prompt_length + small.rollout.max_response_length)), ("kv_cache_memory_bytes", _KV_CACHE)):  # fmt: skip
         if name in arguments and arguments[name] > most:
             before, arguments[name] = arguments[name], most

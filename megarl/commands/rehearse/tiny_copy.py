@@ -18,12 +18,16 @@ from megarl.commands.rehearse.settings import note_kept, shrink_settings
 from megarl.errors import raise_all
 from megarl.hf.families import has_tower
 from megarl.preflight.load import load_recipe
-from megarl.preflight.models import config_of, policy_errors
+from megarl.preflight.models import check_cpu_engine, config_of, policy_errors
 from megarl.recipe.hub_inputs import with_cached_inputs
 from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
 
 RECIPE = "tiny_copy.yaml"
+_NO_ENGINE = (  # a rehearsal sets cluster.device=cpu
+    "check the recipe with `megarl plan`, which needs no engine, and rehearse the model's trainers with an SFT recipe: "
+    "megarl rehearse recipes/retool_sft.yaml --shape NAME (a name of megarl/hf/published)"
+)
 _SEED = 0
 _FOLDER = "in the folder of the tiny copy"
 _SPREAD = 0.1  # standard deviation of norm weights, so that swapped norms are detected
@@ -46,13 +50,15 @@ def make_tiny_copy(
 
     processes: the largest number of trainers; None: 2, or 4 for a pipeline combined with another kind of parallelism.
     shape: the name in `megarl.hf.published` of the model to shrink; None: the recipe's model.
-    Raises RecipeError or ValueError if the recipe does not load, or if its model or data are unknown.
+    Raises RecipeError or ValueError if the recipe does not load, if its model or data are unknown, or if no engine on a CPU can
+    sample from the model.
     """
     recipe = with_cached_inputs(load_recipe(path, overrides))
     changes = Changes()
     hf_config = config_of(recipe.model.path, path, name=shape)
     raise_all(policy_errors(recipe, hf_config))  # before shrinking, which hides many errors
     small = shrink_settings(recipe, processes, changes)
+    check_cpu_engine(small, hf_config, _NO_ENGINE)
     config = shrink_model(hf_config, max(layers_for(small.megatron), layers_for(small.critic.megatron)), changes)
     model = folder / "model"
     make_tiny_tokenizer(model, images=has_tower(config))

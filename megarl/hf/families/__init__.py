@@ -19,7 +19,7 @@ from megarl.hf.families.llama import LLAMA
 from megarl.hf.families.mixtral import MINIMAX_M2, MIXTRAL
 from megarl.hf.families.olmoe import OLMOE
 from megarl.hf.families.qwen.qwen2_5_vl import QWEN2_5_VL
-from megarl.hf.families.qwen.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT
+from megarl.hf.families.qwen.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from megarl.hf.families.qwen.qwen3_next import QWEN3_NEXT
 from megarl.hf.families.qwen.qwen3_vl import DEEPSTACK, QWEN3_VL, QWEN3_VL_MOE
 from megarl.hf.families.qwen.text import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -47,6 +47,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": QWEN3,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,
+    "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
     "qwen3_5_text": QWEN3_5_TEXT,
     "qwen3_moe": QWEN3_MOE,
     "qwen3_next": QWEN3_NEXT,

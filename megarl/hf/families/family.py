@@ -76,6 +76,9 @@ class Family:
     deepstack: bool = False  # the tower also feeds the first layers of the text model
     delta_nets: bool = False  # gated delta nets in the layers that `layer_types` calls linear_attention
     adapters: bool = False  # LoRA is tested for this family
+    no_cpu_engine: str = ""
+    """What vLLM's CPU build lacks, so that it cannot sample from the family; "" if it can."""
+
     reads_as: str = ""  # model_type under which transformers loads config.json, if it lacks this one
 
     @cached_property

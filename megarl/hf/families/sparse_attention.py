@@ -50,5 +50,6 @@ DEEPSEEK_V32 = replace(
     unsupported=_unsupported,
     indexer="halves",
     adapters=False,
+    no_cpu_engine="sparse attention",
 )
 GLM_MOE_DSA = replace(DEEPSEEK_V32, indexer="interleaved")

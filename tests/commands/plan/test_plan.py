@@ -30,7 +30,7 @@ from megarl.commands.plan.count.stages import (
 )
 from megarl.commands.plan.count.types import Activations, PipelineStage, RankMemory, Suggestion
 from megarl.commands.plan.count.workload import Workload, first_ranks, image_grid, image_tokens, peak_workload
-from megarl.commands.plan.meta_device import KnownValues
+from megarl.commands.plan.meta_device import KnownValues, rms_norm
 from megarl.commands.plan.options import PlanOptions, device_of
 from megarl.commands.plan.search.suggest import Suggestions
 from megarl.errors import InputError
@@ -136,6 +136,13 @@ def test_the_largest_image() -> None:
     run_recipe.data.max_pixels = 28 * 28 * 30 + 1
     assert image_tokens(run_recipe.data, 28 * 28) == 30
     assert image_grid(30, 2) == (10, 12) and image_grid(1, 2) == (2, 2) and image_grid(7, 1) == (2, 3)
+
+
+def test_the_backward_pass_of_a_norm_without_a_weight() -> None:
+    """Delta nets normalise queries and keys without one."""
+    x = torch.empty(2, 4, device="meta", requires_grad=True)
+    rms_norm(x, (4,)).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
 
 
 def test_host_values_are_followed_through_meta_tensors() -> None:

@@ -5,6 +5,7 @@ Their checkpoints have a vision tower, which is exported unchanged: the language
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megarl.hf.families.family import Family, Refusals
@@ -41,13 +42,23 @@ def _unsupported(config: Config) -> Refusals:
 
 
 QWEN3_5_TEXT = Family((*_LAYERS, *DENSE), _dense, rotary=("default",), delta_nets=True)
-QWEN3_5 = Family(under(_WHOLE, (*_LAYERS, *DENSE)), _dense, rotary=("default",), delta_nets=True, carried=_CARRIED)
-QWEN3_5_MOE = Family(
-    under(_WHOLE, (*_LAYERS, *stacked_experts(expert_stack), *GATED_SHARED_EXPERT)),
+QWEN3_5 = replace(
+    QWEN3_5_TEXT,
+    rows=under(_WHOLE, QWEN3_5_TEXT.rows),
+    carried=_CARRIED,
+    alone=("qwen3_5_text", "Qwen3_5ForCausalLM"),
+)
+QWEN3_5_MOE_TEXT = Family(
+    (*_LAYERS, *stacked_experts(expert_stack), *GATED_SHARED_EXPERT),
     _experts,
     sparse=_always,
     unsupported=_unsupported,
     rotary=("default",),
     delta_nets=True,
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5_MOE_TEXT,
+    rows=under(_WHOLE, QWEN3_5_MOE_TEXT.rows),
     carried=_CARRIED,
+    alone=("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
 )

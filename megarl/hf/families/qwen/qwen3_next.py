@@ -25,8 +25,12 @@ GATED_SHARED_EXPERT = (
 
 
 def gated_attention(config: Config) -> dict[str, Any]:
-    """Return Megatron's fields for attention with gated output and norms that add 1 to their weight."""
-    return {"qk_layernorm": True, "attention_output_gate": True, "layernorm_zero_centered_gamma": True}
+    """Return Megatron's fields for attention with gated output and norms that add 1 to their weight, in some of the layers.
+
+    Checkpoints name each layer: Megatron would otherwise store a parameter of all layers as one tensor.
+    """
+    fields = ("qk_layernorm", "attention_output_gate", "layernorm_zero_centered_gamma", "hetereogenous_dist_checkpoint")
+    return dict.fromkeys(fields, True)
 
 
 def gated_mixture(config: Config) -> dict[str, Any]:
