@@ -31,9 +31,9 @@ def start(connect, monkeypatch):
 def relay_pids(group):
     import ray
 
-    from megarl.cluster.ray.relay import Relay
+    from megarl.cluster.ray.relay import RankRelay
 
-    relays: list[Relay] = group._relays._relays
+    relays: list[RankRelay] = group._relays._relays
     assert [relay.ranks for relay in relays] == [[0, 1], [2]]
     return ray.get([relay.actor.__ray_call__.remote(lambda _: os.getpid()) for relay in relays])
 
