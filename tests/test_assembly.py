@@ -72,6 +72,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.not_taken: list[str] = []
         self.started: list[tuple[str, Any]] = []
 
     def start_trainers(self, class_path: str, size: int, args: Any, name: str = "trainer", **more: Any) -> Workers:
