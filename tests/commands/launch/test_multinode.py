@@ -193,11 +193,13 @@ def test_a_node_that_does_not_join_is_named(node):
 @pytest.mark.stack
 def test_ctrl_c_on_the_head_ends_both_nodes(node):
     head, member = node(0, "sleep", "1000"), node(1, "true")
+    printed = []
     for line in head.stdout:
+        printed.append(line)
         if "nodes have joined" in line:
             break
     ours = descendants(head.pid) + descendants(member.pid)
-    assert len(ours) > 5  # Ray's own processes among them
+    assert len(ours) > 5, printed  # Ray's own processes among them
     head.send_signal(signal.SIGINT)
     assert head.wait(20) == 128 + signal.SIGINT
     assert member.wait(20) == 128 + signal.SIGINT
