@@ -35,7 +35,7 @@ def process_fields(pid: int) -> list[str]:
 
 class StopDetector:
     """Counts consecutive looks at which a process was stopped, during one call. `doing`: the call's name, for messages.
-    `error`: raised for a stopped process. `before`: detector of some of these processes, whose counts go on."""
+    `error`: raised for a stopped process. `before`: an earlier detector; the counts of processes of both go on."""
 
     def __init__(
         self,

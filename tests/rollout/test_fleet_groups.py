@@ -47,7 +47,7 @@ def test_the_engines_of_a_group_end_and_start_again_together() -> None:
     assert engines.restarts == [0, 1] and engines.services[0] is not peer
     assert "2 engines left that sample" in engines.notices[0]
     assert engines.notices[1] == "engine0 ends with engine1, of the same group"
-    assert engines.fleet.take_metrics()["fleet/deaths"] == 1, "the peer's end is no death"
+    assert engines.fleet.take_metrics()["fleet/deaths"] == 1, "the peer was ended, and has not died"
     engines.services[0].rendezvous.set_result(GroupRank("10.0.0.0", 7))
     engines.load(0)
     engines.update()
