@@ -111,6 +111,8 @@ def when_done(call: Future[T], then: Callable[[Future[T]], None], result: Future
 def gather(calls: Sequence[Future[T]]) -> Future[list[T]]:
     """Return a future with the results of all calls, or the first exception."""
     result: Future[list[T]] = Future()
+    if not calls:
+        result.set_result([])
     lock, left = threading.Lock(), [len(calls)]
 
     def done(call: Future[T]) -> None:

@@ -35,19 +35,18 @@ def process_fields(pid: int) -> list[str]:
 
 class StopDetector:
     """Counts consecutive looks at which a process was stopped, during one call. `doing`: the call's name, for messages.
-    `error`: raised for a stopped process. `before`: an earlier detector; the counts of processes of both go on."""
+    `error`: raised for a stopped process."""
 
-    def __init__(
-        self,
-        places: Sequence[ProcessInfo],
-        doing: str,
-        error: type[ClusterError] = WorkerFailed,
-        before: StopDetector | None = None,
-    ) -> None:
+    def __init__(self, places: Sequence[ProcessInfo], doing: str, error: type[ClusterError] = WorkerFailed) -> None:
         self._places, self._doing, self._error = places, doing, error
-        counted = dict(zip(before._places, before._stopped_looks, strict=True)) if before is not None else {}
-        self._stopped_looks: list[int] = [counted.get(place, 0) for place in places]  # consecutive looks, by rank
-        self._next: float = before._next if before is not None else time.monotonic() + LOOK_SECONDS
+        self._stopped_looks = [0] * len(places)  # consecutive looks, by rank
+        self._next = time.monotonic() + LOOK_SECONDS
+
+    def continue_from(self, before: StopDetector) -> None:
+        """Take over the counts of an earlier detector, for the processes that both look at."""
+        counts = dict(zip(before._places, before._stopped_looks, strict=True))
+        self._stopped_looks = [counts.get(place, 0) for place in self._places]
+        self._next = before._next
 
     def due(self) -> bool:
         """Return True if it is time for the next look, and schedule the one after it."""
@@ -74,16 +73,10 @@ class StopDetector:
 
 
 class LocalWatch:
-    """Stopped-process watch over processes of this machine. Arguments: see `StopDetector`."""
+    """Stopped-process watch over processes of this machine."""
 
-    def __init__(
-        self,
-        places: Sequence[ProcessInfo],
-        doing: str,
-        error: type[ClusterError] = WorkerFailed,
-        before: StopDetector | None = None,
-    ) -> None:
-        self._places, self.detector = places, StopDetector(places, doing, error, before)
+    def __init__(self, places: Sequence[ProcessInfo], doing: str, error: type[ClusterError] = WorkerFailed) -> None:
+        self._places, self.detector = places, StopDetector(places, doing, error)
 
     def check(self) -> None:
         """Raise `error` if a process stays stopped. Call it often; it looks every `LOOK_SECONDS`."""

@@ -62,5 +62,5 @@ def settings_of(recipe: Recipe, *more: object) -> str:
 
 def not_taken_text(reasons: Sequence[str], engines: Sequence[bool]) -> str:
     """Return the warning that workers of a dead controller do not go on. engines: which of them do."""
-    text = f"Workers of the previous controller, in whose place others start: {'; '.join(reasons)}"
+    text = f"Workers of the previous controller that cannot go on, and start again: {'; '.join(reasons)}"
     return f"{text}. {sum(engines)} of {pluralize(len(engines), 'engine')} go on" if engines else text

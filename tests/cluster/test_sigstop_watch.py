@@ -54,7 +54,8 @@ def test_counts_go_on_when_the_watched_processes_change():
         detector.record([0, 1], [100, 101])
     with pytest.raises(WorkerFailed, match="rank 0"):
         detector.record([0, 1], [100, 101])
-    after = StopDetector([PLACES[1], ProcessInfo("trainer rank 0", "node7", 102)], "the run", before=detector)
+    after = StopDetector([PLACES[1], ProcessInfo("trainer rank 0", "node7", 102)], "the run")
+    after.continue_from(detector)
     with pytest.raises(WorkerFailed, match="rank 1"):
         after.record([0, 1], [101])
 

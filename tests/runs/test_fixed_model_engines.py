@@ -63,7 +63,7 @@ def test_deaths_change_no_number(
     quickstart_data: Path,
     tmp_path: Path,
 ) -> None:
-    """The only engine is killed twice, at any moment of a step, and stopped once."""
+    """The only engine is killed twice, and stopped once."""
     more = settings(quickstart_data, tmp_path)
     assert train(quickstart_data, tmp_path, "undisturbed", *SMALL, *SHORT, *more, torchrun=torchrun).returncode == 0
     run = started("disturbed", *more, torchrun=torchrun)

@@ -53,9 +53,9 @@ COLORS = [(220, 40, 40), (40, 200, 60), (50, 60, 230), (230, 220, 50)]
 
 
 def colored(count: int, *, seed: int, shown: bool = True) -> list[dict[str, Any]]:
-    """Rows with a noisy picture of one of four colors, whose number is the answer. The text is the same in all of them.
+    """Return rows with a noisy picture of one of four colors. The answer is the color's number, and all rows have the same text.
 
-    shown: False: the picture has the color of another row, so that nobody can know the answer.
+    shown: False: the picture has a random color, which says nothing about the answer.
     """
     from PIL import Image
 

@@ -21,8 +21,7 @@ def letters(request: ScoreRequest) -> dict[str, float]:
 
 
 def word_of_the_color(request: ScoreRequest) -> dict[str, float]:
-    """1 if the response is a word "wN" of the tiny models that read images whose N, modulo 4, is the color's number; a random word is
-    right in one of four cases."""
+    """1 if the response is a word "wN" and N modulo 4 is the color's number. A random word is right in one of four cases."""
     word = request.response.strip()
     right = word[:1] == "w" and word[1:].isdigit() and int(word[1:]) % 4 == int(request.ground_truth)
     return {"score": float(right), "accuracy": float(right)}

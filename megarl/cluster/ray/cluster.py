@@ -223,12 +223,10 @@ class RayCluster(Cluster):
         """Raise ServiceDied if an essential service is stopped; kill another one that is."""
         if self._service_watch is None or self._service_watch[0] != services:
             places, nodes = [service.place() for service in services], [service.node for service in services]
-            before = self._service_watch[1].detector if self._service_watch is not None else None
-            watch: RayWatch | LocalWatch
-            if self._owner.private:
-                watch = LocalWatch(places, "the run", ServiceDied, before)
-            else:
-                watch = RayWatch(places, nodes, "the run", ServiceDied, before)
+            local = LocalWatch(places, "the run", ServiceDied)
+            watch = local if self._owner.private else RayWatch(places, nodes, "the run", ServiceDied)
+            if self._service_watch is not None:
+                watch.detector.continue_from(self._service_watch[1].detector)
             self._service_watch = services, watch
         try:
             self._service_watch[1].check()

@@ -84,9 +84,7 @@ class KeepersProcesses:
         self.env = {VARIABLE: keeper.mark, "SPT_NOENV": "1"}
         self.watch = RayProcessWatch([])
         self._nursery: Any = None
-        self.not_taken: list[
-            str
-        ] = []  # for each worker of the previous controller that cannot go on: its name, and why
+        self.not_taken: list[str] = []  # see `Cluster.not_taken`
         self._actors: dict[str, Any] = {}  # of the previous controller, by name; `take_...` removes them
         self._answers: dict[str, Any] = {}  # their replies to `release`, by name
 

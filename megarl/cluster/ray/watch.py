@@ -30,9 +30,8 @@ class RayWatch:
         nodes: Sequence[str],
         doing: str,
         error: type[ClusterError] = WorkerFailed,
-        before: StopDetector | None = None,
     ) -> None:
-        self.detector = StopDetector(places, doing, error, before)
+        self.detector = StopDetector(places, doing, error)
         self._ranks = {node: [rank for rank, home in enumerate(nodes) if home == node] for node in dict.fromkeys(nodes)}
         self._pids = {node: [places[rank].pid for rank in ranks] for node, ranks in self._ranks.items()}
         self._pending: dict[str, Any] = {}  # by node: reference of the unread look

@@ -283,8 +283,10 @@ class TorchrunCluster(Cluster):
         """Raise ServiceDied if an essential service is stopped; kill another one that is."""
         if self._service_watch is None or self._service_watch[0] != services:
             places = [service.known_place for service in services]
-            before = self._service_watch[1].detector if self._service_watch is not None else None
-            self._service_watch = services, LocalWatch(places, "the run", ServiceDied, before)
+            watch = LocalWatch(places, "the run", ServiceDied)
+            if self._service_watch is not None:
+                watch.detector.continue_from(self._service_watch[1].detector)
+            self._service_watch = services, watch
         try:
             self._service_watch[1].check()
         except ServiceDied as error:

@@ -62,14 +62,14 @@ def _vllm_code(architecture: str) -> Path | None:
 
 
 def _relatives(folder: Path) -> list[str]:
-    """Return the families of megarl whose classes a model's code in transformers inherits, by its modular file."""
+    """Return the families of megarl from which a model's code in transformers inherits, according to its modular file."""
     modular = folder / f"modular_{folder.name}.py"
     code = modular.read_text(encoding="utf-8") if modular.is_file() else ""
     return sorted(FAMILIES.keys() & set(re.findall(r"^from \.\.(\w+)\.modeling_", code, re.MULTILINE)))
 
 
 def _fields(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the fields that no published model has, apart from those that the model's code in transformers never reads."""
+    """Yield the fields that no published model has: first the ones that the model's code in transformers reads, then the others."""
     known = _WITHOUT_EFFECT.union(*(text_fields(published.read(name)) for name in published.names()))
     unknown = sorted({*config, *(config.get("text_config") or {})} - known)
     folder = _transformers_code(config)

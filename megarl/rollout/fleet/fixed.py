@@ -20,9 +20,8 @@ from megarl.recipe.judge import JUDGE, JudgeConfig, TeacherConfig
 from megarl.recipe.observe import Event
 from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import JudgeHandle, TeacherHandle
+from megarl.rollout.fleet.states import MACHINE_SECONDS
 from megarl.types import Metrics
-
-MACHINE_SECONDS = 30.0  # between attempts to find a machine for an engine
 
 Handle = TypeVar("Handle", bound=TeacherHandle | JudgeHandle)
 T = TypeVar("T")
@@ -197,7 +196,7 @@ class FixedModelEngines(Generic[Handle]):
             )
 
     def _find_deaths(self) -> list[tuple[int, Failure]]:
-        """Return the engines whose process has ended. Without the lock: Ray may need a thread that waits for it."""
+        """Return the engines with an ended process. Does not take the lock, since Ray may need a thread that waits for the lock."""
         if not self._most:
             return []  # the cluster's check raises
         services = [(engine, handle.service) for engine, handle in enumerate(self.engines)]

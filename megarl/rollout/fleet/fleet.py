@@ -34,7 +34,7 @@ from megarl.recipe.observe import Event
 from megarl.rollout.engine_handle import EngineHandle, load_group
 from megarl.rollout.fleet.changing import ChangingFleet
 from megarl.rollout.fleet.groups import EngineGroups
-from megarl.rollout.fleet.states import Member
+from megarl.rollout.fleet.states import MACHINE_SECONDS, Member
 from megarl.rollout.fleet.step_watch import StepWatch
 from megarl.weight_sync.session import WeightSyncError
 
@@ -42,7 +42,6 @@ DEATH_SECONDS = (
     30.0  # time after an aborted update in which a death must show (a stopped process: 20 s); else it is an error
 )
 TOGETHER_SECONDS = 0.6  # after a death, before a restart: engines that die together are reported one after another
-MACHINE_SECONDS = 30.0  # between attempts to find a machine for an engine
 _POLL_SECONDS = 0.2
 # Causes of an engine that ends because the update does. With tensor parallelism vLLM names the error of a worker by its message alone.
 _OF_THE_UPDATE = re.compile(r"WeightSyncError:|EngineRefused:|.*weight sync (was aborted|has ended)", re.DOTALL)

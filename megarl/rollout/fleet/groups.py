@@ -18,10 +18,10 @@ class EngineGroups:
         return range(first, first + self.size)
 
     def split(self, engines: Collection[int]) -> list[list[int]]:
-        """Return the groups that are in `engines` as a whole, in order."""
+        """Return the groups that are complete in `engines`, in order."""
         firsts = sorted({self.of(engine)[0] for engine in engines})
         return [[*self.of(first)] for first in firsts if {*self.of(first)} <= {*engines}]
 
     def whole(self, engines: Collection[int]) -> list[int]:
-        """Return the engines whose group is in `engines` as a whole, in order."""
+        """Return the engines of the groups that are complete in `engines`, in order."""
         return [engine for group in self.split(engines) for engine in group]

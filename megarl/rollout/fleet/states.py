@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+MACHINE_SECONDS = 30.0  # between attempts to find a machine for an engine
 MOST_STARTS = 3  # of an engine in a row that die before it samples; it is then left dead
 
 Member = tuple[int, int]
