@@ -115,6 +115,9 @@ def test_a_failed_receiver_releases_threads_and_connections(tmp_path, monkeypatc
     with pytest.raises((WeightSyncError, RuntimeError), match=r"cannot be published|new thread") as caught:
         ShardedReceiver(session, "e0/0")
     deadline = time.monotonic() + 3
+    with socket.create_connection((session.host, port)):  # accepted after the receiver's connection, which then counts
+        while connections(port) < mine + 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
     while connections(port) > mine and time.monotonic() < deadline:
         time.sleep(0.05)
     assert (threads(before), connections(port)) == ([], mine)
