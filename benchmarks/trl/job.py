@@ -1,0 +1,137 @@
+"""The job that both frameworks run: sizes, model, rows, rewards, and the record that the rewards write.
+
+TRL's Python imports this file too, so its top level needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+@dataclass(frozen=True)
+class Size:
+    """A model's size, and a batch that takes seconds to a minute on two cores."""
+
+    model: dict[str, int]  # fields of config.json
+    experts: dict[str, int]  # further fields of the mixture of experts
+    prompts: int  # per step
+    learning_rate: float
+    cache_mib: int = 256  # the engine's KV cache
+
+
+SIZES = {
+    "0.2M": Size({}, {}, 32, 2e-3, cache_mib=128),
+    "20M": Size(
+        {"hidden_size": 384, "intermediate_size": 1408, "num_hidden_layers": 10, "num_attention_heads": 6, "head_dim": 64},
+        {"moe_intermediate_size": 352},
+        16,
+        5e-4,
+    ),
+    "100M": Size(
+        {"hidden_size": 768, "intermediate_size": 2816, "num_hidden_layers": 13, "num_attention_heads": 12, "head_dim": 64},
+        {"moe_intermediate_size": 704},
+        4,
+        2e-4,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is equal in both frameworks.
+
+    model: folder of the starting model; rows: a file of `make_rows`; prompts: per step; samples: per prompt;
+    response, prompt_limit: longest, in tokens; threads: of each process; reward: a name of `FUNCTIONS`.
+    """
+
+    model: str
+    rows: str
+    prompts: int
+    samples: int
+    response: int
+    prompt_limit: int
+    cache_mib: int
+    learning_rate: float
+    clip: float
+    steps: int
+    seed: int
+    threads: int
+    reward: str
+
+    @property
+    def batch(self) -> int:
+        """Samples per step."""
+        return self.prompts * self.samples
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def read(path: Path) -> Job:
+        return Job(**json.loads(path.read_text()))
+
+
+def make_model(folder: Path, size: str, moe: bool, seed: int) -> str:
+    """Write the random starting model, Qwen3 or Qwen3-MoE with four experts, in float32. Returns its folder."""
+    from megarl.commands.data.tiny_model import make_tiny_model
+
+    kind: Literal["qwen3_moe", "qwen3"] = "qwen3_moe" if moe else "qwen3"
+    sizes = {**SIZES[size].model, **(SIZES[size].experts if moe else {})}
+    return str(make_tiny_model(kind, folder / f"{kind}-{size}", seed, 0.0, **sizes))
+
+
+def make_rows(path: Path, count: int, seed: int) -> None:
+    """Write `count` of the quickstart's word problems as JSON lines that both frameworks read."""
+    from megarl.commands.data.word_problems import DATA_SOURCE, draw
+
+    rng = random.Random(seed)
+    problems = [draw(rng, held_out=False) for _ in range(count)]
+    rows = [
+        {"data_source": DATA_SOURCE, "prompt": problem.prompt, "reward_model": {"ground_truth": str(problem.results[1])}}
+        for problem in problems
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def digits(response: str, answer: str) -> float:
+    """Share of digits among a response's characters. Random weights learn it, and it does not depend on the length."""
+    return sum(character.isdigit() for character in response) / max(1, len(response))
+
+
+def accuracy(response: str, answer: str) -> float:
+    """GSM8K's rule: 1 for the right number after ####, else 0. Needs a model that has learned the form of an answer."""
+    from megarl.rewards.base import ScoreRequest
+    from megarl.rewards.gsm8k import gsm8k
+
+    return float(gsm8k(ScoreRequest(response, answer, ""))["score"])
+
+
+FUNCTIONS: dict[str, Callable[[str, str], float]] = {"digits": digits, "accuracy": accuracy}
+
+
+def record(path: str, rewards: list[float]) -> None:
+    """Append a line `seconds reward` for each sample, in one write that other processes' lines do not split."""
+    now = time.time()
+    with open(path, "ab", buffering=0) as file:
+        file.write("".join(f"{now:.4f} {reward:.6f}\n" for reward in rewards).encode())
+
+
+def recorded_score(request: Any, name: str, path: str) -> float:
+    """Score a sample of megarl and record it: `reward.function` of megarl's recipe."""
+    reward = FUNCTIONS[name](request.response, request.ground_truth)
+    record(path, [reward])
+    return reward
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Return the variables of both commands. Thread pools of OpenMP and MKL have `threads` threads in each process."""
+    root = str(Path(__file__).parents[2])
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, **dict.fromkeys(names, str(threads)), "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
