@@ -42,7 +42,7 @@ from benchmarks.trl.figures import (
     rewards_table,
     table,
 )
-from benchmarks.trl.job import FUNCTIONS, SIZES, Job, environment, make_model, make_rows
+from benchmarks.trl.job import FUNCTIONS, SIZES, Job, end_early, environment, make_model, make_rows
 from benchmarks.trl.process_tree import measure
 
 ROOT = Path(__file__).parents[1]
@@ -85,6 +85,7 @@ def megarl_settings(job: Job, folder: Path) -> list[str]:
         "algorithm.old_log_probs=current",
         f"algorithm.clip_low={job.clip}",
         f"algorithm.clip_high={job.clip}",
+        f"actor.max_tokens_per_micro_batch={job.micro_batch * (job.prompt_limit + job.response)}",
         f"actor.optimizer.lr={job.learning_rate}",
         "actor.optimizer.weight_decay=0",
         "cluster.device=cpu",
@@ -170,6 +171,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each process")
     made.add_argument("--only", nargs="+", choices=(TRL, RAY, TORCHRUN), default=(TRL, RAY, TORCHRUN))
     made.add_argument("--set", nargs="*", default=(), help="further settings of megarl's recipe")
+    made.add_argument("--micro-batch", type=int, default=8, help="samples of a forward and backward pass")
+    made.add_argument("--learning-rate", type=float, help="default by size")
+    made.add_argument("--mean-response", type=float, help="long-tailed lengths with about this mean, in tokens")
     made.add_argument("--limit", type=float, default=1800, help="seconds of a run")
     made.add_argument("--seed", type=int, default=0)
     return made
@@ -178,21 +182,28 @@ def parser() -> argparse.ArgumentParser:
 def job_of(options: argparse.Namespace, folder: Path) -> Job:
     """Write the model and the rows, and return the job."""
     size = SIZES[options.size]
-    model = options.model and str(Path(options.model).absolute())
+    model = (
+        str(Path(options.model).absolute())
+        if options.model
+        else make_model(folder, options.size, options.moe, options.seed)
+    )
+    if options.mean_response:
+        end_early(model, options.mean_response)
     make_rows(rows := folder / "rows.jsonl", 512, options.seed)
     return Job(
-        model=model or make_model(folder, options.size, options.moe, options.seed),
+        model=model,
         rows=str(rows),
         prompts=options.prompts or size.prompts,
         samples=options.samples,
         response=options.response,
         prompt_limit=64,
         cache_mib=size.cache_mib,
-        learning_rate=size.learning_rate,
+        learning_rate=options.learning_rate or size.learning_rate,
         clip=0.2,
         steps=options.steps,
         seed=options.seed,
         threads=options.threads,
+        micro_batch=options.micro_batch,
         reward=options.reward,
     )
 

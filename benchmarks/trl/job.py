@@ -30,13 +30,13 @@ SIZES = {
     "20M": Size(
         {"hidden_size": 384, "intermediate_size": 1408, "num_hidden_layers": 10, "num_attention_heads": 6, "head_dim": 64},
         {"moe_intermediate_size": 352},
-        16,
+        8,
         5e-4,
     ),
     "100M": Size(
         {"hidden_size": 768, "intermediate_size": 2816, "num_hidden_layers": 13, "num_attention_heads": 12, "head_dim": 64},
         {"moe_intermediate_size": 704},
-        4,
+        2,
         2e-4,
     ),
 }
@@ -47,7 +47,8 @@ class Job:
     """What is equal in both frameworks.
 
     model: folder of the starting model; rows: a file of `make_rows`; prompts: per step; samples: per prompt;
-    response, prompt_limit: longest, in tokens; threads: of each process; reward: a name of `FUNCTIONS`.
+    response, prompt_limit: longest, in tokens; threads: of each process;
+    micro_batch: samples of TRL's forward and backward pass; reward: a name of `FUNCTIONS`.
     """
 
     model: str
@@ -62,6 +63,7 @@ class Job:
     steps: int
     seed: int
     threads: int
+    micro_batch: int
     reward: str
 
     @property
@@ -84,6 +86,38 @@ def make_model(folder: Path, size: str, moe: bool, seed: int) -> str:
     kind: Literal["qwen3_moe", "qwen3"] = "qwen3_moe" if moe else "qwen3"
     sizes = {**SIZES[size].model, **(SIZES[size].experts if moe else {})}
     return str(make_tiny_model(kind, folder / f"{kind}-{size}", seed, 0.0, **sizes))
+
+
+def end_early(folder: str, tokens: float) -> None:
+    """Change the model of `make_model` so that each token ends the response with a probability of about 1 / `tokens`.
+
+    Lengths are then long-tailed, as in reinforcement learning, where most responses are much shorter than the limit. One
+    direction is constant in all embeddings, and the end-of-text row of the output layer reads it.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    from megarl.commands.data.tiny_tokenizer import EOS_ID
+
+    path = Path(folder) / "model.safetensors"
+    weights = load_file(path)
+    weights["model.embed_tokens.weight"][:, 0] = 4 * weights["model.embed_tokens.weight"].norm(dim=1).mean()
+    weights["lm_head.weight"][:, 0] = 0.0
+    save_file(weights, path, {"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.randint(10, model.config.vocab_size, (8, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        states = model.model(ids).last_hidden_state[:, 32:, 0]
+        others = model(ids).logits[:, 32:].logsumexp(-1)
+    low, high = 0.0, 100.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        too_long = (middle * states - others).sigmoid().mean() < 1 / tokens
+        low, high = (middle, high) if too_long else (low, middle)
+    weights["lm_head.weight"][EOS_ID] = 0.0
+    weights["lm_head.weight"][EOS_ID, 0] = high
+    save_file(weights, path, {"format": "pt"})
 
 
 def make_rows(path: Path, count: int, seed: int) -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,15 +100,31 @@ def measure(command: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path
     return usage
 
 
+def _share_cores_alike(processes: Iterable[int], known: set[int]) -> None:
+    """Give the sessions of new `processes` our autogroup's niceness, and add them to `known`.
+
+    Linux divides the cores among sessions (man 7 sched, autogroup). A command whose processes start sessions would have
+    another share of a busy machine than a command with one process.
+    """
+    own = Path("/proc/self/autogroup")
+    if own.exists():
+        nice = own.read_text().split()[-1]
+        for process in set(processes) - known:
+            known.add(process)
+            with contextlib.suppress(OSError):  # it has ended
+                Path(f"/proc/{process}/autogroup").write_text(nice)
+
+
 def _waited_for() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _sample(usage: Usage, before: float, process: subprocess.Popen[bytes]) -> None:
-    next_memory = usage.begun
+    next_memory, known = usage.begun, set[int]()
     while usage.code is None and process.poll() is None:
         below = descendants(os.getpid())
+        _share_cores_alike(below, known)
         usage.times.append(time.time())
         usage.cpu.append(max([sum(below.values()) + _waited_for() - before, *usage.cpu[-1:]]))
         if time.time() >= next_memory:

@@ -27,7 +27,8 @@ def main() -> None:
 
     arguments = GRPOConfig(
         output_dir=str(log.parent / "trl"),
-        per_device_train_batch_size=job.batch,
+        per_device_train_batch_size=job.micro_batch,
+        gradient_accumulation_steps=job.batch // job.micro_batch,
         num_generations=job.samples,
         max_completion_length=job.response,
         learning_rate=job.learning_rate,
