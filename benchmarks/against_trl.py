@@ -55,7 +55,9 @@ class Runs:
 
     figures: list[Figures] = field(default_factory=list)
     rewards: list[list[float]] = field(default_factory=list)
-    phases: dict[str, float] = field(default_factory=dict)  # megarl: median seconds of the steady steps, of the last run
+    phases: dict[str, float] = field(
+        default_factory=dict
+    )  # megarl: median seconds of the steady steps, of the last run
 
 
 def trl_command(job: Job, folder: Path, python: str) -> list[str]:
@@ -126,7 +128,9 @@ def run_once(name: str, job: Job, options: argparse.Namespace, runs: Runs) -> No
         usage = measure(command, environment(job.threads), ROOT, folder / "output", options.limit)
         if usage.code != 0:
             end = (folder / "output").read_text(errors="replace")[-3000:]
-            what = f"exceeded --limit {options.limit:.0f} s" if usage.code is None else f"ended with status {usage.code}"
+            what = (
+                f"exceeded --limit {options.limit:.0f} s" if usage.code is None else f"ended with status {usage.code}"
+            )
             raise RuntimeError(f"{name} {what}. Its command: {' '.join(command)}\nThe end of its output:\n{end}")
         steps = batches(read_record((folder / "record").read_text()), job.batch)
         if name == TRL:
@@ -147,7 +151,9 @@ def steady_phases(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def check_trl(python: str) -> None:
     """Raise SystemExit unless `python` imports TRL."""
-    remedy = "Make one: python -m venv trl_env && trl_env/bin/pip install trl==1.16.0; then --trl-python trl_env/bin/python"
+    remedy = (
+        "Make one: python -m venv trl_env && trl_env/bin/pip install trl==1.16.0; then --trl-python trl_env/bin/python"
+    )
     if shutil.which(python) is None:
         raise SystemExit(f"--trl-python {python} is no program. {remedy}")
     found = subprocess.run([python, "-c", "import trl; print(trl.__version__)"], capture_output=True, text=True)
@@ -211,7 +217,9 @@ def job_of(options: argparse.Namespace, folder: Path) -> Job:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     if options.steps < SKIPPED + 2:
-        raise SystemExit(f"--steps is {options.steps}, and the first {SKIPPED} are left out: take at least {SKIPPED + 2}")
+        raise SystemExit(
+            f"--steps is {options.steps}, and the first {SKIPPED} are left out: take at least {SKIPPED + 2}"
+        )
     check_trl(options.trl_python)
     results = {name: Runs() for name in options.only}
     with tempfile.TemporaryDirectory() as text:

@@ -104,7 +104,10 @@ def rewards_table(rewards: Mapping[str, Sequence[Sequence[float]]]) -> str:
     """Return the Markdown table of the mean reward of each step, a mean over runs."""
     steps = max(len(run) for runs in rewards.values() for run in runs)
     shown = sorted({0, steps - 1, *range(0, steps, max(1, steps // 8))})
-    lines = ["| mean reward of step | " + " | ".join(str(step + 1) for step in shown) + " |", "|---" * (len(shown) + 1) + "|"]
+    lines = [
+        "| mean reward of step | " + " | ".join(str(step + 1) for step in shown) + " |",
+        "|---" * (len(shown) + 1) + "|",
+    ]
     for name, runs in rewards.items():
         means = [statistics.fmean(run[step] for run in runs) for step in shown]
         lines.append(f"| {name} | " + " | ".join(f"{mean:.3f}" for mean in means) + " |")

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+
 @dataclass(frozen=True)
 class Size:
     """A model's size, and a batch that takes seconds to a minute on two cores."""
@@ -28,13 +29,25 @@ class Size:
 SIZES = {
     "0.2M": Size({}, {}, 32, 2e-3, cache_mib=128),
     "20M": Size(
-        {"hidden_size": 384, "intermediate_size": 1408, "num_hidden_layers": 10, "num_attention_heads": 6, "head_dim": 64},
+        {
+            "hidden_size": 384,
+            "intermediate_size": 1408,
+            "num_hidden_layers": 10,
+            "num_attention_heads": 6,
+            "head_dim": 64,
+        },
         {"moe_intermediate_size": 352},
         8,
         5e-4,
     ),
     "100M": Size(
-        {"hidden_size": 768, "intermediate_size": 2816, "num_hidden_layers": 13, "num_attention_heads": 12, "head_dim": 64},
+        {
+            "hidden_size": 768,
+            "intermediate_size": 2816,
+            "num_hidden_layers": 13,
+            "num_attention_heads": 12,
+            "head_dim": 64,
+        },
         {"moe_intermediate_size": 704},
         2,
         2e-4,
@@ -127,7 +140,11 @@ def make_rows(path: Path, count: int, seed: int) -> None:
     rng = random.Random(seed)
     problems = [draw(rng, held_out=False) for _ in range(count)]
     rows = [
-        {"data_source": DATA_SOURCE, "prompt": problem.prompt, "reward_model": {"ground_truth": str(problem.results[1])}}
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": problem.prompt,
+            "reward_model": {"ground_truth": str(problem.results[1])},
+        }
         for problem in problems
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

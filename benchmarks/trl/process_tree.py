@@ -11,7 +11,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,25 +78,32 @@ def memory(processes: Sequence[int]) -> float:
 def measure(command: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path, limit: float) -> Usage:
     """Run `command` with its output in `log`, at most `limit` seconds, and return its usage. Ends all its descendants.
 
-    This process becomes the parent of orphans, so that daemons of the command count too; call it with no other children.
+    This process is the parent of orphans meanwhile, so that daemons of the command count too. Start no other process meanwhile.
     """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    before = _waited_for()
+    others, before = descendants(os.getpid()).keys(), _waited_for()
     usage = Usage(time.time())
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            command,
+            env=dict(env),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-        sampler = threading.Thread(target=_sample, args=(usage, before, process), daemon=True)
+        sampler = threading.Thread(target=_sample, args=(usage, before, others, process), daemon=True)
         sampler.start()
         try:
             usage.code = process.wait(limit)
         except subprocess.TimeoutExpired:
             usage.code = None
         finally:
-            _end(descendants(os.getpid()))
+            _end(_of_command(others))
             process.wait()
             sampler.join()
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     return usage
 
 
@@ -120,10 +127,14 @@ def _waited_for() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _sample(usage: Usage, before: float, process: subprocess.Popen[bytes]) -> None:
+def _of_command(others: Collection[int]) -> dict[int, float]:
+    return {process: cpu for process, cpu in descendants(os.getpid()).items() if process not in others}
+
+
+def _sample(usage: Usage, before: float, others: Collection[int], process: subprocess.Popen[bytes]) -> None:
     next_memory, known = usage.begun, set[int]()
     while usage.code is None and process.poll() is None:
-        below = descendants(os.getpid())
+        below = _of_command(others)
         _share_cores_alike(below, known)
         usage.times.append(time.time())
         usage.cpu.append(max([sum(below.values()) + _waited_for() - before, *usage.cpu[-1:]]))
