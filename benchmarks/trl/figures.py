@@ -16,7 +16,8 @@ class Figures:
     """Figures of one run, or medians over runs.
 
     step, step_cpu: wall and CPU seconds of a step, medians over the steady steps; tokens: trained response tokens per
-    second; peak: MiB; first_sample, first_batch: seconds from the command until the first sample, the first batch is scored.
+    second; peak: MiB; first_sample, first_batch: seconds from the command until the first sample, the first batch is scored;
+    first_cpu: CPU seconds until the first batch is scored.
     """
 
     step: float
@@ -25,6 +26,7 @@ class Figures:
     peak: float
     first_sample: float
     first_batch: float
+    first_cpu: float
 
 
 def read_record(text: str) -> list[tuple[float, float]]:
@@ -60,7 +62,7 @@ def figures_of(steps: Sequence[Sequence[tuple[float, float]]], lengths: Sequence
     seconds = [ends[step + 1] - ends[step] for step in steady]
     cpu = [usage.cpu_at(ends[step + 1]) - usage.cpu_at(ends[step]) for step in steady]
     tokens = [lengths[step] * len(steps[step]) for step in steady]
-    first = [steps[0][0][0] - usage.begun, ends[0] - usage.begun]
+    first = [steps[0][0][0] - usage.begun, ends[0] - usage.begun, usage.cpu_at(ends[0])]
     return Figures(statistics.median(seconds), statistics.median(cpu), sum(tokens) / sum(seconds), usage.peak, *first)
 
 
@@ -82,8 +84,8 @@ def ratio(runs: Sequence[Figures], others: Sequence[Figures]) -> Figures:
     )
 
 
-HEAD = """| | step, s | CPU s per step | trained tokens/s | peak memory, MiB | first sample, s | first batch, s |
-|---|---|---|---|---|---|---|"""
+HEAD = """| | step, s | CPU s per step | trained tokens/s | peak memory, MiB | first sample, s | first batch, s | first batch, CPU s |
+|---|---|---|---|---|---|---|---|"""
 
 
 def table(runs: Mapping[str, Sequence[Figures]], reference: str) -> str:
@@ -96,7 +98,8 @@ def table(runs: Mapping[str, Sequence[Figures]], reference: str) -> str:
     for name, figures in runs.items():
         middle = medians(figures)
         cells = [f"{middle.step:.2f}", f"{middle.step_cpu:.2f}", f"{middle.tokens:.0f}", f"{middle.peak:.0f}"]
-        lines.append(f"| {name} | {' | '.join(cells)} | {middle.first_sample:.1f} | {middle.first_batch:.1f} |")
+        cells += [f"{middle.first_sample:.1f}", f"{middle.first_batch:.1f}", f"{middle.first_cpu:.1f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

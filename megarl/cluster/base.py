@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megarl.platform.garbage_collector import paused_collector
 from megarl.types import DataRef
 
 if TYPE_CHECKING:
@@ -239,7 +240,8 @@ def load_class(path: str) -> type:
     module, colon, name = path.partition(":")
     if not colon or not module or not name:
         raise ValueError(f"{path!r} is not the path of a class: write package.module:Class.")
-    loaded = getattr(importlib.import_module(module), name, None)
+    with paused_collector():
+        loaded = getattr(importlib.import_module(module), name, None)
     if not isinstance(loaded, type):
         raise ValueError(f"{path!r} does not exist: module {module} has no class {name}.")
     return loaded

@@ -26,6 +26,7 @@ from megarl.algorithms.spikes import GradNorms
 from megarl.cluster.key_value_store import join_ranks
 from megarl.data.tokenizer import template_text
 from megarl.platform.base import Profiler
+from megarl.platform.garbage_collector import paused_collector
 from megarl.platform.load import DeviceSampler, HostLoad, MachineLoad
 from megarl.recipe.hub_inputs import with_local_model
 from megarl.recipe.observe import trace_options
@@ -72,6 +73,12 @@ def traced(phase: str) -> Callable[[PhaseCall[W, P, T]], PhaseCall[W, P, T]]:
     return mark
 
 
+def import_trainer() -> None:
+    """Import Megatron and what trainers of both roles need of it. The platform must be prepared."""
+    with paused_collector():
+        import megarl.megatron.trainer  # noqa: F401
+
+
 class Worker:
     """One rank of a model in training.
 
@@ -83,14 +90,16 @@ class Worker:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         import_modules(recipe.algorithm)
         self.platform = platforms.select(recipe.cluster.device)
-        self.platform.prepare()  # before any module imports megatron
+        with paused_collector():
+            self.platform.prepare()  # before any module imports megatron
 
-        import torch
+            import torch
 
         torch.set_num_threads(recipe.cluster.threads)
         torch.use_deterministic_algorithms(recipe.train.deterministic)
         self.platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         join_ranks(self.platform.process_group_backend, timedelta(seconds=recipe.cluster.timeout))
+        import_trainer()
         self.trainer: Trainer = self._make_trainer(total_optimizer_steps, weights_only)
         self.check_weights(f"the files of {recipe.model.path} are broken")
         # One process of each machine reports the machine's load.

@@ -35,7 +35,9 @@ def test_figures_leave_out_the_first_two_steps():
     steps = batches(read_record(RECORD), 2)
     figures = figures_of(steps, [10, 20, 40, 80], USAGE)
     # The third step lasts from 125 to 133. Its 2 x 40 tokens took 8 s.
-    assert figures == Figures(step=8.0, step_cpu=8.0, tokens=10.0, peak=512.0, first_sample=10.0, first_batch=11.0)
+    assert figures == Figures(
+        step=8.0, step_cpu=8.0, tokens=10.0, peak=512.0, first_sample=10.0, first_batch=11.0, first_cpu=1.0
+    )
     assert mean_rewards(steps) == [0.5, 0.5, 1.0, 1.0]
 
 
@@ -60,15 +62,15 @@ def test_table_has_ratios_of_rounds_first():
     """The ratio is the median of the rounds' ratios (0.5, 0.5, 4), not the ratio of the medians (0.75)."""
 
     def runs(*steps: float) -> list[Figures]:
-        return [Figures(step, 2.0, 100.0, 1000.0, 3.0, 4.0) for step in steps]
+        return [Figures(step, 2.0, 100.0, 1000.0, 3.0, 4.0, 5.0) for step in steps]
 
     assert ratio(runs(1, 4, 4), runs(2, 8, 1)).step == 0.5
     assert medians(runs(1, 4, 3)).step == 3
     lines = table({"TRL": runs(2, 8, 1), "megarl": runs(1, 4, 4)}, "TRL").splitlines()
-    assert lines[2] == "| megarl / TRL | 0.50 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |"
+    assert lines[2] == "| megarl / TRL | 0.50 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |"
     assert lines[3:] == [
-        "| TRL | 2.00 | 2.00 | 100 | 1000 | 3.0 | 4.0 |",
-        "| megarl | 4.00 | 2.00 | 100 | 1000 | 3.0 | 4.0 |",
+        "| TRL | 2.00 | 2.00 | 100 | 1000 | 3.0 | 4.0 | 5.0 |",
+        "| megarl | 4.00 | 2.00 | 100 | 1000 | 3.0 | 4.0 | 5.0 |",
     ]
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.engines.vllm import ascend as vllm_ascend
 from megarl.engines.vllm import route_support
+from megarl.platform.garbage_collector import paused_collector
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,14 @@ class Capabilities:
     routed_experts: bool  # can return each token's routed experts: not on a CPU, nor with an old vllm-ascend
     adapters: bool  # can load adapters from tensors in memory
     flat_logprobs: bool  # log-probs as plain lists instead of an object per token
+
+
+def import_engine() -> tuple[Any, Any]:
+    """Import vLLM's engine: most of an engine's start on a CPU. Returns the classes EngineArgs and LLMEngine."""
+    with paused_collector():
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+    return EngineArgs, LLMEngine
 
 
 def capabilities() -> Capabilities:

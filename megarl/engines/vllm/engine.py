@@ -60,11 +60,9 @@ class _VllmBackend:
         logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
+        from megarl.engines.vllm.compat import capabilities, forget_earlier_engine, import_engine
 
-        from megarl.engines.vllm.compat import capabilities, forget_earlier_engine
-
+        engine_args, engine = import_engine()
         self._can = capabilities()
         if self._spec.device not in (None, self._can.device):
             raise RuntimeError(
@@ -85,7 +83,7 @@ class _VllmBackend:
         if self._group is not None:
             os.environ.update(_group_env(self._group))
         forget_earlier_engine()
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**build_engine_args(self._spec, self._can.device)))
+        self._engine = engine.from_engine_args(engine_args(**build_engine_args(self._spec, self._can.device)))
         if self._group is not None:
             self._track_execution()
         self._vocab_size = self._engine.model_config.get_vocab_size()
