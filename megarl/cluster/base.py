@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megarl.platform.garbage_collector import paused_collector
+from megarl.platform.installed import paused_collector
 from megarl.types import DataRef
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from megarl.algorithms.spikes import GradNorms
 from megarl.cluster.key_value_store import join_ranks
 from megarl.data.tokenizer import template_text
 from megarl.platform.base import Profiler
-from megarl.platform.garbage_collector import paused_collector
+from megarl.platform.installed import paused_collector
 from megarl.platform.load import DeviceSampler, HostLoad, MachineLoad
 from megarl.recipe.hub_inputs import with_local_model
 from megarl.recipe.observe import trace_options

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.engines.vllm import ascend as vllm_ascend
 from megarl.engines.vllm import route_support
-from megarl.platform.garbage_collector import paused_collector
+from megarl.platform.installed import paused_collector
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.base import load_class
-from megarl.platform.garbage_collector import paused_collector
+from megarl.platform.installed import paused_collector
 
 
 class Node:
