@@ -9,9 +9,11 @@ usual betas and without weight decay, gradient norm at most 1, clip range, no KL
 no separate pass for old log-probs, temperature 1, seed, the Python function of the reward, and CPU threads: each process has
 --threads of them, and trainers and engine take turns, so both frameworks compute on the same number of cores.
 
+Samples of a micro batch are equal, too, and all samples of a step are drawn from one random generator.
+
 TRL runs GRPOTrainer in one process with Hugging Face generation and its defaults, except no gradient checkpointing (on by
-default, which is slower) and the whole batch in one micro batch. megarl runs as a user starts it: `megarl train`, which uses
-Ray, and torchrun; one trainer, one vLLM engine.
+default, which is slower). megarl runs as a user starts it: `megarl train`, which uses Ray, and torchrun; one trainer, one vLLM
+engine.
 
 A step lasts from the last scored sample of a batch to that of the next, by the times that the reward function records. The
 first two steps are left out. CPU seconds and memory (PSS) are of all processes of the command.
@@ -79,6 +81,7 @@ def megarl_settings(job: Job, folder: Path) -> list[str]:
         f"data.max_prompt_length={job.prompt_limit}",
         f"rollout.samples_per_prompt={job.samples}",
         f"rollout.max_response_length={job.response}",
+        "rollout.seeded=false",
         f"rollout.engine_args={{max_num_seqs: {job.batch}, kv_cache_memory_bytes: {job.cache_mib << 20}}}",
         "reward.function=benchmarks.trl.job:recorded_score",
         f"reward.arguments={{name: {job.reward}, path: {folder / 'record'}}}",
@@ -169,7 +172,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--moe", action="store_true", help="Qwen3-MoE with four experts, two for each token")
     made.add_argument("--model", help="a starting model instead of the random one, e.g. runs/quickstart-sft/hf")
     made.add_argument("--reward", choices=FUNCTIONS, default="digits", help="accuracy needs --model")
-    made.add_argument("--prompts", type=int, help="prompts per step; default by size: 32, 16, 4")
+    made.add_argument("--prompts", type=int, help="prompts per step; default by size: 32, 8, 2")
     made.add_argument("--samples", type=int, default=8, help="samples per prompt")
     made.add_argument("--response", type=int, default=48, help="longest response, in tokens")
     made.add_argument("--steps", type=int, default=8, help="steps of each run")
@@ -177,7 +180,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each process")
     made.add_argument("--only", nargs="+", choices=(TRL, RAY, TORCHRUN), default=(TRL, RAY, TORCHRUN))
     made.add_argument("--set", nargs="*", default=(), help="further settings of megarl's recipe")
-    made.add_argument("--micro-batch", type=int, default=8, help="samples of a forward and backward pass")
+    made.add_argument(
+        "--micro-batch", type=int, help="samples of a forward and backward pass; default by size: 64, 8, 8"
+    )
     made.add_argument("--learning-rate", type=float, help="default by size")
     made.add_argument("--mean-response", type=float, help="long-tailed lengths with about this mean, in tokens")
     made.add_argument("--limit", type=float, default=1800, help="seconds of a run")
@@ -209,7 +214,7 @@ def job_of(options: argparse.Namespace, folder: Path) -> Job:
         steps=options.steps,
         seed=options.seed,
         threads=options.threads,
-        micro_batch=options.micro_batch,
+        micro_batch=options.micro_batch or size.micro_batch,
         reward=options.reward,
     )
 

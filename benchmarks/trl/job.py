@@ -23,11 +23,12 @@ class Size:
     experts: dict[str, int]  # further fields of the mixture of experts
     prompts: int  # per step
     learning_rate: float
+    micro_batch: int = 8  # samples of a forward and backward pass
     cache_mib: int = 256  # the engine's KV cache
 
 
 SIZES = {
-    "0.2M": Size({}, {}, 32, 2e-3, cache_mib=128),
+    "0.2M": Size({}, {}, 32, 2e-3, micro_batch=64, cache_mib=128),
     "20M": Size(
         {
             "hidden_size": 384,
@@ -61,7 +62,7 @@ class Job:
 
     model: folder of the starting model; rows: a file of `make_rows`; prompts: per step; samples: per prompt;
     response, prompt_limit: longest, in tokens; threads: of each process;
-    micro_batch: samples of TRL's forward and backward pass; reward: a name of `FUNCTIONS`.
+    micro_batch: samples of a forward and backward pass; reward: a name of `FUNCTIONS`.
     """
 
     model: str

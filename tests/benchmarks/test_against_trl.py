@@ -104,7 +104,7 @@ def test_recipe_has_the_job(tmp_path: Path):
     recipe = load_recipe(str(tmp_path / "recipe.yaml"), command[command.index("train") + 2 :])
     assert (recipe.data.prompts_per_step, recipe.rollout.samples_per_prompt, recipe.train.steps) == (32, 8, 5)
     assert (recipe.cluster.threads, recipe.cluster.trainers, recipe.algorithm.kl_coef) == (3, 1, 0.0)
-    assert recipe.actor.max_tokens_per_micro_batch == 8 * (64 + 48)
+    assert recipe.actor.max_tokens_per_micro_batch == 64 * (64 + 48)
     assert recipe.reward.arguments == {"name": "digits", "path": str(tmp_path / "record")}
     assert "torch.distributed.run" in against_trl.megarl_command(job, tmp_path, against_trl.TORCHRUN, [])
 
