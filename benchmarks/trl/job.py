@@ -105,8 +105,9 @@ def make_model(folder: Path, size: str, moe: bool, seed: int) -> str:
 def end_early(folder: str, tokens: float) -> None:
     """Change the model of `make_model` so that each token ends the response with a probability of about 1 / `tokens`.
 
-    Lengths are then long-tailed, as in reinforcement learning, where most responses are much shorter than the limit. One
-    direction is constant in all embeddings, and the end-of-text row of the output layer reads it.
+    Lengths are then long-tailed, as in reinforcement learning, where most responses are much shorter than the limit. The first
+    number of the hidden states is constant: all embeddings have it, and no layer changes it. The end-of-text row of the output
+    layer reads only this number.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -118,6 +119,9 @@ def end_early(folder: str, tokens: float) -> None:
     weights = load_file(path)
     weights["model.embed_tokens.weight"][:, 0] = 4 * weights["model.embed_tokens.weight"].norm(dim=1).mean()
     weights["lm_head.weight"][:, 0] = 0.0
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight[0] = 0.0
     save_file(weights, path, {"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.randint(10, model.config.vocab_size, (8, 64), generator=torch.Generator().manual_seed(0))
