@@ -75,6 +75,9 @@ def check_drafts(spec: EngineSpec, device: str, config: Mapping[str, Any], limit
     problem = next((problem for problem, holds in _problems(spec, device, config).items() if holds), None)
     if problem is not None:
         raise RecipeError(key, problem, "leave it out", value=dict(speculation))
+    if spec.seeded and speculation["method"] == "suffix":
+        cause = "it proposes what other samples continued with, so that samples would not depend on their seeds alone"
+        raise RecipeError(f"{key}.method", cause, "set rollout.seeded: false, or choose ngram", value="suffix")
     tokens = limits.sequences * (1 + speculation["num_speculative_tokens"])
     if spec.seeded and tokens > limits.tokens:
         cause = (
@@ -115,9 +118,9 @@ def _loads_drafts() -> bool:
     return all(file.is_file() and "draft_load_config" in file.read_text(encoding="utf-8") for file in readers)
 
 
-def has_draft_weights(spec: EngineSpec) -> bool:
-    """Return whether an engine of `spec` has a draft with weights, which no update brings."""
-    return (spec.engine_args.get(_KEY) or {}).get("method") == _PREDICTION
+def has_draft_weights(engine_args: Mapping[str, Any]) -> bool:
+    """Return whether an engine with these arguments has a draft with weights, which no update brings."""
+    return (engine_args.get(_KEY) or {}).get("method") == _PREDICTION
 
 
 def speculation(spec: EngineSpec) -> dict[str, Any]:
@@ -125,6 +128,6 @@ def speculation(spec: EngineSpec) -> dict[str, Any]:
     if not spec.engine_args.get(_KEY):
         return {}
     config = dict(spec.engine_args[_KEY])
-    if has_draft_weights(spec) and not spec.load_weights:
+    if has_draft_weights(spec.engine_args) and not spec.load_weights:
         config["draft_load_config"] = {"load_format": "auto"}
     return {_KEY: config}

@@ -348,7 +348,7 @@ class _VllmBackend:
             options["mode"] = "keep"
         # Level 2 drops weights, because the next update brings all of them. Level 1 moves weights to host memory: for
         # updates of adapters only, with a draft, and on NPUs, where level 2 leaves expert-parallel tables stale.
-        keeps = self._can.device == "npu" or self._adapter is not None or has_draft_weights(self._spec)
+        keeps = self._can.device == "npu" or self._adapter is not None or has_draft_weights(self._spec.engine_args)
         level = 1 if keeps else 2
         self._engine.sleep(level, **options)
         self.asleep = TAGS
