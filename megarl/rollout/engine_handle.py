@@ -185,7 +185,7 @@ class JudgeHandle(ServiceHandle):
         return self._call_with_data(JudgeServer.judge, group, prompt, responses)
 
 
-def failed_in(service: str, error: BaseException) -> TypeGuard[ClusterError]:
+def failed_in(error: BaseException, service: str) -> TypeGuard[ClusterError]:
     """Return whether a call failed in the process of the service with this name."""
     return isinstance(error, ClusterError) and error.failure.place.name == f"service {service}"
 

@@ -162,7 +162,7 @@ class FixedModelEngines(Generic[Handle]):
 
     def _is_lost(self, engine: int, process: _Process, error: BaseException) -> bool:
         """Return whether a call has failed because its process has died, and is made again."""
-        if not self._most or not failed_in(self.engines[engine].name, error):
+        if not self._most or not failed_in(error, self.engines[engine].name):
             return False
         if process.is_dead:
             return True

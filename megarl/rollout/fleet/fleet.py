@@ -96,7 +96,7 @@ class Fleet(ChangingFleet):
 
         process: number of the engine's process when the call began.
         """
-        if not failed_in(engine_name(engine), error):
+        if not failed_in(error, engine_name(engine)):
             return False
         with self.lock:
             if process != self._states.process(engine) or self._states.is_dead(engine):
