@@ -15,8 +15,8 @@ TRL runs GRPOTrainer in one process with Hugging Face generation and its default
 default, which is slower). megarl runs as a user starts it: `megarl train`, which uses Ray, and torchrun; one trainer, one vLLM
 engine.
 
-A step lasts from the last scored sample of a batch to that of the next, by the times that the reward function records. The
-first two steps are left out. CPU seconds and memory (PSS) are of all processes of the command.
+A step begins when the last sample of its batch is scored, and ends when the last sample of the next batch is. The reward function
+records these times. The first two steps are left out. CPU seconds and memory (PSS) are of all processes of the command.
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ def run_once(name: str, job: Job, options: argparse.Namespace, runs: Runs) -> No
         usage = measure(command, environment(job.threads), ROOT, folder / "output", options.limit)
         if usage.code != 0:
             end = (folder / "output").read_text(errors="replace")[-3000:]
-            what = (
+            problem = (
                 f"exceeded --limit {options.limit:.0f} s" if usage.code is None else f"ended with status {usage.code}"
             )
-            raise RuntimeError(f"{name} {what}. Its command: {' '.join(command)}\nThe end of its output:\n{end}")
+            raise RuntimeError(f"{name} {problem}. Its command: {' '.join(command)}\nThe end of its output:\n{end}")
         steps = batches(read_record((folder / "record").read_text()), job.batch)
         if name == TRL:
             lengths = trl_lengths(folder)
@@ -158,36 +158,36 @@ def check_trl(python: str) -> None:
         "Make one: python -m venv trl_env && trl_env/bin/pip install trl==1.16.0; then --trl-python trl_env/bin/python"
     )
     if shutil.which(python) is None:
-        raise SystemExit(f"--trl-python {python} is no program. {remedy}")
-    found = subprocess.run([python, "-c", "import trl; print(trl.__version__)"], capture_output=True, text=True)
-    if found.returncode:
-        raise SystemExit(f"--trl-python {python} cannot import trl: {found.stderr.strip()[-300:]} {remedy}")
-    print(f"TRL {found.stdout.strip()}", flush=True)
+        raise SystemExit(f"--trl-python {python} does not exist or cannot be run. {remedy}")
+    version = subprocess.run([python, "-c", "import trl; print(trl.__version__)"], capture_output=True, text=True)
+    if version.returncode:
+        raise SystemExit(f"--trl-python {python} cannot import trl: {version.stderr.strip()[-300:]} {remedy}")
+    print(f"TRL {version.stdout.strip()}", flush=True)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--trl-python", required=True, help="Python of an environment with TRL")
-    made.add_argument("--size", choices=SIZES, default="0.2M", help="parameters of the random model")
-    made.add_argument("--moe", action="store_true", help="Qwen3-MoE with four experts, two for each token")
-    made.add_argument("--model", help="a starting model instead of the random one, e.g. runs/quickstart-sft/hf")
-    made.add_argument("--reward", choices=FUNCTIONS, default="digits", help="accuracy needs --model")
-    made.add_argument("--prompts", type=int, help="prompts per step; default by size: 32, 8, 2")
-    made.add_argument("--samples", type=int, default=8, help="samples per prompt")
-    made.add_argument("--response", type=int, default=48, help="longest response, in tokens")
-    made.add_argument("--steps", type=int, default=8, help="steps of each run")
-    made.add_argument("--rounds", type=int, default=2)
-    made.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each process")
-    made.add_argument("--only", nargs="+", choices=(TRL, RAY, TORCHRUN), default=(TRL, RAY, TORCHRUN))
-    made.add_argument("--set", nargs="*", default=(), help="further settings of megarl's recipe")
-    made.add_argument(
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--trl-python", required=True, help="Python of an environment with TRL")
+    arguments.add_argument("--size", choices=SIZES, default="0.2M", help="parameters of the random model")
+    arguments.add_argument("--moe", action="store_true", help="Qwen3-MoE with four experts, two for each token")
+    arguments.add_argument("--model", help="a starting model instead of the random one, e.g. runs/quickstart-sft/hf")
+    arguments.add_argument("--reward", choices=FUNCTIONS, default="digits", help="accuracy needs --model")
+    arguments.add_argument("--prompts", type=int, help="prompts per step; default by size: 32, 8, 2")
+    arguments.add_argument("--samples", type=int, default=8, help="samples per prompt")
+    arguments.add_argument("--response", type=int, default=48, help="longest response, in tokens")
+    arguments.add_argument("--steps", type=int, default=8, help="steps of each run")
+    arguments.add_argument("--rounds", type=int, default=2)
+    arguments.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each process")
+    arguments.add_argument("--only", nargs="+", choices=(TRL, RAY, TORCHRUN), default=(TRL, RAY, TORCHRUN))
+    arguments.add_argument("--set", nargs="*", default=(), help="further settings of megarl's recipe")
+    arguments.add_argument(
         "--micro-batch", type=int, help="samples of a forward and backward pass; default by size: 64, 8, 8"
     )
-    made.add_argument("--learning-rate", type=float, help="default by size")
-    made.add_argument("--mean-response", type=float, help="long-tailed lengths with about this mean, in tokens")
-    made.add_argument("--limit", type=float, default=1800, help="seconds of a run")
-    made.add_argument("--seed", type=int, default=0)
-    return made
+    arguments.add_argument("--learning-rate", type=float, help="default by size")
+    arguments.add_argument("--mean-response", type=float, help="long-tailed lengths with about this mean, in tokens")
+    arguments.add_argument("--limit", type=float, default=1800, help="seconds of a run")
+    arguments.add_argument("--seed", type=int, default=0)
+    return arguments
 
 
 def job_of(options: argparse.Namespace, folder: Path) -> Job:

@@ -48,8 +48,8 @@ def batches(samples: Sequence[tuple[float, float]], size: int) -> list[list[tupl
 def figures_of(steps: Sequence[Sequence[tuple[float, float]]], lengths: Sequence[float], usage: Usage) -> Figures:
     """Return the figures of a run.
 
-    steps: of `batches`; lengths: mean response tokens of each step. A step lasts from the last scored sample of a batch to
-    that of the next batch: an update, the new weights and sampling. The update after the last batch has no such end.
+    steps: of `batches`; lengths: mean response tokens of each step. A step begins when the last sample of its batch is scored, and
+    ends when the last sample of the next batch is: an update, the new weights, sampling. So the last update is not counted.
 
     Raises ValueError if there are fewer than `SKIPPED` + 2 steps, or not a length for each.
     """
@@ -76,9 +76,9 @@ def medians(runs: Sequence[Figures]) -> Figures:
     return Figures(*(statistics.median(getattr(run, each.name) for run in runs) for each in fields(Figures)))
 
 
-def ratio(runs: Sequence[Figures], others: Sequence[Figures]) -> Figures:
-    """Return the median over rounds of each figure of `runs` divided by that of `others` in the same round."""
-    pairs = list(zip(runs, others, strict=True))
+def ratio(runs: Sequence[Figures], baseline: Sequence[Figures]) -> Figures:
+    """Return, for each figure, the median ratio of `runs` to `baseline` in the same round."""
+    pairs = list(zip(runs, baseline, strict=True))
     return medians(
         [Figures(*(getattr(a, each.name) / getattr(b, each.name) for each in fields(Figures))) for a, b in pairs]
     )

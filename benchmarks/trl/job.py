@@ -58,7 +58,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Job:
-    """What is equal in both frameworks.
+    """The settings that both frameworks share.
 
     model: folder of the starting model; rows: a file of `make_rows`; prompts: per step; samples: per prompt;
     response, prompt_limit: longest, in tokens; threads: of each process;
@@ -127,11 +127,11 @@ def end_early(folder: str, tokens: float) -> None:
     ids = torch.randint(10, model.config.vocab_size, (8, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         states = model.model(ids).last_hidden_state[:, 32:, 0]
-        others = model(ids).logits[:, 32:].logsumexp(-1)
+        totals = model(ids).logits[:, 32:].logsumexp(-1)
     low, high = 0.0, 100.0
     for _ in range(40):
         middle = (low + high) / 2
-        too_long = (middle * states - others).sigmoid().mean() < 1 / tokens
+        too_long = (middle * states - totals).sigmoid().mean() < 1 / tokens
         low, high = (middle, high) if too_long else (low, middle)
     weights["lm_head.weight"][EOS_ID] = 0.0
     weights["lm_head.weight"][EOS_ID, 0] = high

@@ -46,7 +46,7 @@ class Usage:
 
 
 def descendants(root: int) -> dict[int, float]:
-    """Return the descendants of process `root`, each with its CPU seconds and those of children that it has waited for."""
+    """Return the CPU seconds of each descendant of process `root`, including its children that have been waited for."""
     parents, seconds = dict[int, int](), dict[int, float]()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -81,7 +81,7 @@ def measure(command: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path
     This process is the parent of orphans meanwhile, so that daemons of the command count too. Start no other process meanwhile.
     """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    others, before = descendants(os.getpid()).keys(), _waited_for()
+    earlier, before = descendants(os.getpid()).keys(), _waited_for()
     usage = Usage(time.time())
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -93,31 +93,31 @@ def measure(command: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        sampler = threading.Thread(target=_sample, args=(usage, before, others, process), daemon=True)
+        sampler = threading.Thread(target=_sample, args=(usage, before, earlier, process), daemon=True)
         sampler.start()
         try:
             usage.code = process.wait(limit)
         except subprocess.TimeoutExpired:
             usage.code = None
         finally:
-            _end(_of_command(others))
+            _end(_of_command(earlier))
             process.wait()
             sampler.join()
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     return usage
 
 
-def _share_cores_alike(processes: Iterable[int], known: set[int]) -> None:
-    """Give the sessions of new `processes` our autogroup's niceness, and add them to `known`.
+def _share_cores_alike(processes: Iterable[int], seen: set[int]) -> None:
+    """Give the sessions of new `processes` our autogroup's niceness, and add them to `seen`.
 
-    Linux divides the cores among sessions (man 7 sched, autogroup). A command whose processes start sessions would have
-    another share of a busy machine than a command with one process.
+    Linux divides the cores among sessions (man 7 sched, autogroup). Otherwise sessions that the command starts would have the
+    default niceness.
     """
-    own = Path("/proc/self/autogroup")
-    if own.exists():
-        nice = own.read_text().split()[-1]
-        for process in set(processes) - known:
-            known.add(process)
+    autogroup = Path("/proc/self/autogroup")
+    if autogroup.exists():
+        nice = autogroup.read_text().split()[-1]
+        for process in set(processes) - seen:
+            seen.add(process)
             with contextlib.suppress(OSError):  # it has ended
                 Path(f"/proc/{process}/autogroup").write_text(nice)
 
@@ -127,15 +127,15 @@ def _waited_for() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _of_command(others: Collection[int]) -> dict[int, float]:
-    return {process: cpu for process, cpu in descendants(os.getpid()).items() if process not in others}
+def _of_command(earlier: Collection[int]) -> dict[int, float]:
+    return {process: cpu for process, cpu in descendants(os.getpid()).items() if process not in earlier}
 
 
-def _sample(usage: Usage, before: float, others: Collection[int], process: subprocess.Popen[bytes]) -> None:
-    next_memory, known = usage.begun, set[int]()
+def _sample(usage: Usage, before: float, earlier: Collection[int], process: subprocess.Popen[bytes]) -> None:
+    next_memory, seen = usage.begun, set[int]()
     while usage.code is None and process.poll() is None:
-        below = _of_command(others)
-        _share_cores_alike(below, known)
+        below = _of_command(earlier)
+        _share_cores_alike(below, seen)
         usage.times.append(time.time())
         usage.cpu.append(max([sum(below.values()) + _waited_for() - before, *usage.cpu[-1:]]))
         if time.time() >= next_memory:
@@ -145,7 +145,7 @@ def _sample(usage: Usage, before: float, others: Collection[int], process: subpr
 
 
 def _end(processes: Mapping[int, float]) -> None:
-    """Kill `processes`, our descendants, and wait for those that have become our children."""
+    """Kill `processes`, which descend from this process, and wait for its children among them."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)

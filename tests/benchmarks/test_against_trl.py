@@ -125,13 +125,13 @@ def test_phases_are_medians_of_steady_steps():
 
 
 def test_missing_trl_is_refused_with_the_command_that_installs_it():
-    with pytest.raises(SystemExit, match=r"no program.*pip install trl"):
+    with pytest.raises(SystemExit, match=r"does not exist.*pip install trl"):
         against_trl.main(["--trl-python", "/nonexistent/python"])
     with pytest.raises(SystemExit, match=r"--steps is 3.*at least 4"):
         against_trl.main(["--trl-python", sys.executable, "--steps", "3"])
 
 
-# Starts a process in a session of its own, which uses a second of CPU time and 64 MiB, and goes on after its parent's end.
+# Starts a process in a new session, which uses a second of CPU time and 64 MiB, and goes on after its parent's end.
 DAEMON = """
 import subprocess, sys, time
 child = "import os, time; held = bytearray(os.urandom(1 << 20)) * 64\\nwhile time.process_time() < 1: pass\\ntime.sleep(600)"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,8 @@ def test_nested_blocks_and_errors_leave_the_collector_as_it_was():
 def test_classes_of_processes_are_imported_without_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "module_of_a_worker.py").write_text("import gc\n\nclass Worker:\n    collects = gc.isenabled()\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert not load_class("module_of_a_worker:Worker").collects
+    worker: Any = load_class("module_of_a_worker:Worker")
+    assert not worker.collects
     assert gc.isenabled()
 
 
