@@ -33,7 +33,7 @@ from megarl.types import (
 
 _VECTORS = ("tokens", "loss_mask", "rollout_log_probs", "routed_experts")
 _TEACHER = ("log_probs", "top_tokens", "top_log_probs")
-_IMAGES = ("pixels", "grids", "starts")
+_IMAGES = ("pixels", "grids", "starts", "seconds")
 _PARTIAL_VECTORS = ("tokens", "log_probs")
 
 
@@ -114,7 +114,9 @@ def write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, A
                 {f"{group.number}.{index}.teacher.{name}": getattr(sample.teacher, name) for name in _TEACHER}
             )
         if sample.images is not None:  # shared by all samples of the group
-            vectors.update({f"{group.number}.images.{name}": getattr(sample.images, name) for name in _IMAGES})
+            for name in _IMAGES:
+                if (vector := getattr(sample.images, name)) is not None:
+                    vectors[f"{group.number}.images.{name}"] = vector
     samples = [{**asdict(_without_data(sample)), "data": None} for sample in group.samples]
     return {
         "accepted": item.accepted,
@@ -140,7 +142,8 @@ def read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
             "version, or start a new run from its exported weights"
         )
     if f"{number}.images.{_IMAGES[0]}" in vectors:
-        images = SampleImages(**{name: vectors[f"{number}.images.{name}"] for name in _IMAGES})
+        names = {name: f"{number}.images.{name}" for name in _IMAGES}
+        images = SampleImages(**{name: vectors[key] for name, key in names.items() if key in vectors})
     data = InlineData(
         [
             SampleTokens(

@@ -231,7 +231,7 @@ class RolloutServer:
         Images are prepared in this process, so requests carry only the encoded files. Earlier checks may have read only
         an image's header.
         """
-        if not request.prompt.images:
+        if not request.prompt.images and not request.prompt.videos:
             return request, None
         assert self.images is not None
         try:
