@@ -199,11 +199,32 @@ def test_rows_have_the_columns_of_the_file_if_it_exists(tmp_path: Path) -> None:
     assert columns(str(file)).data_source == "openai/gsm8k"
     file.write_text(json.dumps({"data_source": "me/own", "prompt": "1 + 1", "images": [1]}) + "\n")
     assert (columns(str(file)).data_source, columns(str(file)).layout) == ("me/own", "pictures")
+    file.write_text(json.dumps({"data_source": "me/own", "prompt": "<video>", "images": [], "videos": [["a"]]}) + "\n")
+    assert columns(str(file)).layout == "films"
     with pytest.raises(RecipeError, match=r"set reward\.function"):
         columns("data/unheard_of/train.parquet")
     assert columns("hf://openai/gsm8k/main/test") == columns("data/gsm8k/test.parquet")
     with pytest.raises(RecipeError, match=r"set reward\.function"):
         columns("hf://org/unheard_of/test")
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-8B-Instruct"])
+def test_rows_with_videos_are_rehearsed_with_videos(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "clips.jsonl"
+    file.write_text(json.dumps({"data_source": "me/own", "prompt": "<video>", "videos": [["a.png"]]}) + "\n")
+    overrides = [
+        f"model.path={model}",
+        f"data.train_files=[{file}]",
+        f"data.eval_files=[{file}]",
+        "reward.function=math",
+    ]
+    tiny = make_tiny_copy(ROOT / "recipes" / "geometry3k.yaml", overrides, tmp_path / "copy")
+    prepared = prepare_training(tiny.recipe)
+    assert prepared.prompts is not None
+    for prompt in prepared.prompts:
+        (video,) = prompt.videos
+        assert len(video.frames) == 3 and len(video.starts) == (2 if "Qwen3" in model else 1)
+        assert ("<0.2 seconds>" in prompt.text) is ("Qwen3" in model)
 
 
 def test_a_template_of_the_recipe_does_not_fit_the_tiny_tokenizer(tmp_path: Path) -> None:
