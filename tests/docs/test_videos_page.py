@@ -30,7 +30,7 @@ def test_the_example(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write_processor(tmp_path / "model")
     kind = "Qwen2VLVideoProcessor" if model == "vl" else "Qwen3VLVideoProcessor"
     write_video_processor(tmp_path / "model", kind, 3136, 25_165_824)
-    overrides = ["model.path=model", "model.dtype=float32", "data.cache=null"]
+    overrides = [f"model.path={tmp_path}/model", "model.dtype=float32", "data.cache=null"]
     overrides += ["data.max_prompt_length=256", "rollout.max_response_length=64"]  # of the tiny model
     for more, tokens in ((["data.max_pixels=null"], 144), ([], 60)):
         recipe = load_recipe("clips.yaml", [*overrides, *more])

@@ -208,25 +208,6 @@ def test_rows_have_the_columns_of_the_file_if_it_exists(tmp_path: Path) -> None:
         columns("hf://org/unheard_of/test")
 
 
-@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-8B-Instruct"])
-def test_rows_with_videos_are_rehearsed_with_videos(model: str, tmp_path: Path) -> None:
-    file = tmp_path / "clips.jsonl"
-    file.write_text(json.dumps({"data_source": "me/own", "prompt": "<video>", "videos": [["a.png"]]}) + "\n")
-    overrides = [
-        f"model.path={model}",
-        f"data.train_files=[{file}]",
-        f"data.eval_files=[{file}]",
-        "reward.function=math",
-    ]
-    tiny = make_tiny_copy(ROOT / "recipes" / "geometry3k.yaml", overrides, tmp_path / "copy")
-    prepared = prepare_training(tiny.recipe)
-    assert prepared.prompts is not None
-    for prompt in prepared.prompts:
-        (video,) = prompt.videos
-        assert len(video.frames) == 3 and len(video.starts) == (2 if "Qwen3" in model else 1)
-        assert ("<0.2 seconds>" in prompt.text) is ("Qwen3" in model)
-
-
 def test_a_template_of_the_recipe_does_not_fit_the_tiny_tokenizer(tmp_path: Path) -> None:
     template = "data.chat_template='{{ messages[0].content }}<|eot|>'"
     tiny = make_tiny_copy(ROOT / "recipes" / "grpo_qwen3_8b.yaml", [template], tmp_path)
