@@ -84,11 +84,12 @@ LIMITS = {"as published": (None, None), "of each frame": (4000, 6000)}
 @pytest.fixture(scope="module")
 def processed(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
     """Outputs of transformers' processors for the prompt of `CONTENT`, and for single videos without text around them."""
-    cases, keys = [], []
+    cases: list[Any] = []
+    keys: list[tuple[str, str]] = []
     for kind, model in models.items():
         text = load_tokenizer(model).render_text(parts(), True)
         for name, limits in LIMITS.items():
-            videos = [arrays(*size, seed=number) for number, (*size, _) in enumerate(VIDEOS)]
+            videos = [arrays(count, width, height, number) for number, (count, width, height, _) in enumerate(VIDEOS)]
             images, rates = [arrays(1, *size)[0] for size in IMAGES], [video[-1] for video in VIDEOS]
             sizes = {len(video): size_of(kind, limits, len(video)) for video in videos}
             if kind == "qwen3_vl" and limits[0] is not None:  # limits of all frames together: one video at a time
@@ -138,7 +139,10 @@ def parts() -> list[dict[str, Any]]:
 
 def prompt_of(tmp_path: Path, model: Path, limits: tuple[int | None, int | None]) -> tuple[Any, ImageReader]:
     reader = ImageReader(str(model), *limits)
-    videos = [{"frames": frames(*size, seed=number), "fps": fps} for number, (*size, fps) in enumerate(VIDEOS)]
+    videos = [
+        {"frames": frames(count, width, height, number), "fps": fps}
+        for number, (count, width, height, fps) in enumerate(VIDEOS)
+    ]
     file = parquet(tmp_path, row(CONTENT, [picture(*IMAGES[0])], videos=videos))
     (prompt,) = dataset(file, load_tokenizer(model), reader)
     return prompt, reader
@@ -226,7 +230,7 @@ def test_the_cache_distinguishes_models(tmp_path: Path, models: dict[str, Path])
     (tmp_path / "a.png").write_bytes(picture(60, 60))
     file = jsonl(tmp_path, *[row("<video>", None, videos=[["a.png"] * 4])] * 1000)
     settings = DataConfig(cache=str(tmp_path / "cache"))
-    lengths = {}
+    lengths: dict[str, set[int]] = {}
     for kind, model in models.items():
         for _ in range(2):  # the second time from the cache
             data = PromptDataset([file], tokenizer, settings, images=ImageReader(str(model)))
