@@ -28,7 +28,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Timestamps:
-    """The text of a video with timestamps. Each time step has its time and placeholders of its own, as in Qwen3-VL:
+    """The text of a video with timestamps. Each time step has its own time and placeholders, as in Qwen3-VL:
     ``<0.2 seconds><|vision_start|><|video_pad|><|vision_end|>``.
 
     `wrapped`: the whole video keeps the vision start and end that the chat template writes around it.

@@ -1,4 +1,4 @@
-"""What the video processors of Qwen2.5-VL and Qwen3-VL compute from frames: their size, their patches and their grid.
+"""The video processors of Qwen2.5-VL and Qwen3-VL: the size, the patches and the grid of a video's frames.
 
 transformers 5.19 has them as Qwen2VLVideoProcessor and Qwen3VLVideoProcessor, which need torchvision. The resize here is torch's, which
 torchvision calls for 8-bit frames (bicubic, antialiased), so the values are the same.

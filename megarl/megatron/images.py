@@ -5,8 +5,8 @@ the embedding of one placeholder token. Images are located by index, so a placeh
 
 Position ids have three axes (time, row, column): text advances on all three, an image has constant time and its grid's rows
 and columns, and text after it continues after its largest position (M-RoPE, Qwen2-VL, arXiv 2409.12191). A video of Qwen2.5-VL is an
-image of several time steps, whose times are seconds x `tokens_per_second`, rounded down (arXiv 2502.13923). A time step of a video of
-Qwen3-VL is an image of its own: its timestamp is text.
+image of several time steps; their times are seconds x `tokens_per_second`, rounded down (arXiv 2502.13923). Each time step of a video
+of Qwen3-VL is a separate image: its timestamp is text.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def check_images(images: Images, tokens: torch.Tensor, lengths: list[int], layou
     ):
         if steps > 1 and layout.tokens_per_second is None:
             raise ValueError(
-                f"A video of {steps} x {rows} x {columns} patches: in this model every time step is an image of its own."
+                f"A video of {steps} x {rows} x {columns} patches: in this model every time step is a separate image."
             )
         if rows % layout.merge or columns % layout.merge:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Prompts with videos: token ids, pixel values and grids are those of transformers' processors."""
+"""Prompts with videos: token ids, pixel values and grids equal the ones of transformers' processors."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def prompt_of(tmp_path: Path, model: Path, limits: tuple[int | None, int | None]
 def test_a_prompt_is_processed_as_transformers_does(
     tmp_path: Path, models: dict[str, Path], kind: str, processed: dict[tuple[str, str], Any]
 ) -> None:
-    """Five frames, whose last one is repeated, and two frames of another size, around an image."""
+    """Five frames, so the last is repeated, and two frames of another size, around an image."""
     prompt, reader = prompt_of(tmp_path, models[kind], LIMITS["as published"])
     expected = processed[kind, "as published"]
     assert list(prompt.tokens) == expected["input_ids"][0]

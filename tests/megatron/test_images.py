@@ -106,7 +106,7 @@ def test_positions_of_videos_equal_transformers(fps: float) -> None:
 
 
 def test_a_time_step_of_a_video_has_the_positions_of_an_image() -> None:
-    """Qwen3-VL: text before every time step, whose tokens have no time positions."""
+    """Qwen3-VL: there is text before every time step, and no time positions."""
     from tests.support.vl_model import VIDEO
 
     tokens = [5, 5, *[VIDEO] * 6, 5, 5, *[VIDEO] * 6, 5]
@@ -204,7 +204,7 @@ def test_micro_batches_gather_their_samples_images() -> None:
         ({"grids": torch.tensor([[2, 2, 2], [1, 2, 2]])}, "no seconds between their time steps"),
         (
             {"grids": torch.tensor([[2, 2, 2], [1, 2, 2]]), "seconds": [1.0, 0.0]},
-            "A video of 2 x 2 x 2 patches: in this model every time step is an image of its own",
+            "A video of 2 x 2 x 2 patches: in this model every time step is a separate image",
         ),
         ({"grids": torch.tensor([[1, 8, 1], [1, 2, 2]])}, "multiples of 2"),
         ({"starts": [1, 5]}, r"takes 1 placeholder tokens from index 5 on; its sequence of 5 tokens has \[\]"),

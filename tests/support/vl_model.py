@@ -110,7 +110,7 @@ VL_MODELS: dict[str, Callable[[], Any]] = {
 
 
 def has_timestamps(name: str) -> bool:
-    """Return True if the model of this name in `VL_MODELS` has each time step of a video as an image of its own."""
+    """Return True if the model of this name in `VL_MODELS` has each time step of a video as a separate image."""
     return name.startswith("qwen3")
 
 
@@ -154,7 +154,7 @@ class Picture(NamedTuple):
 def sequences(*, timestamps: bool) -> list[tuple[torch.Tensor, list[Picture]]]:
     """Tokens of each sequence, and its images and videos in the order of their tokens.
 
-    timestamps: each time step of a video is an image with tokens of its own, as in Qwen3-VL.
+    timestamps: each time step of a video is a separate image, as in Qwen3-VL.
     """
     generator = torch.Generator().manual_seed(3)
     result = []

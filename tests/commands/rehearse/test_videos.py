@@ -1,4 +1,4 @@
-"""Rehearsals of recipes whose rows have videos."""
+"""Rehearsals of recipes for rows with videos."""
 
 from __future__ import annotations
 

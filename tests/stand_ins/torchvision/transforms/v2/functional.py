@@ -1,4 +1,4 @@
-"""What transformers' video processors call, for 8-bit frames on a CPU; torchvision does the same with these functions of torch."""
+"""Functions for 8-bit frames on a CPU, as torchvision implements them: transformers' video processors call them."""
 
 import torch
 
