@@ -287,3 +287,25 @@ def local_experts(expert_map: Any, ids: Any, weights: Any) -> tuple[Any, Any]:
     local = expert_map.to(device=ids.device, dtype=ids.dtype)[ids.long()]
     elsewhere = local < 0
     return local.masked_fill(elsewhere, 0), weights.masked_fill(elsewhere, 0.0)
+
+
+def fix_rejection_of_drafts_on_cpu() -> None:
+    """Make vLLM read the temperature, top-k and top-p of the requests whose drafts it checks. Idempotent.
+
+    vLLM's kernel for CPUs repeats each request's value for its proposed tokens into a copy, so that policies are sharpened at
+    random and accept the draft's tokens far too often.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = repeat_by_request
+
+
+def repeat_by_request(
+    values: torch.Tensor, ends: torch.Tensor, tokens: int, replace_from: float = 0, replace_to: float = 0
+) -> torch.Tensor:
+    """Return each request's value once for each of its tokens, with `replace_to` in place of `replace_from`: [tokens].
+
+    `values`: [requests]. `ends`: [requests], number of tokens up to and including the request's.
+    """
+    replaced = values.masked_fill(values == replace_from, replace_to)
+    return replaced.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=tokens)

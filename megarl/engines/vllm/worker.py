@@ -29,6 +29,7 @@ _SHOWN = 5  # names in an error
 
 if current_platform.is_cpu():
     compat.fix_expert_parallel_on_cpu()  # before any model is built
+    compat.fix_rejection_of_drafts_on_cpu()
     cpu_collectives.fix_uneven_collectives_on_cpu()
     cpu_routing.fix_routing_biases_on_cpu()
 
