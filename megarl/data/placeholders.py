@@ -16,6 +16,7 @@ from megarl.types import PromptImage, PromptVideo
 
 IMAGE, VIDEO = "<image>", "<video>"  # in a row's text, as in verl
 _COLUMNS = {"image": "images", "video": "videos"}  # of the parts of a message
+_ADVICE = "The text must not contain this token, and the chat template must write one for each"
 
 
 @dataclass(frozen=True)
@@ -53,20 +54,17 @@ class Timestamps:
         if len(pieces) != len(videos) + 1:
             raise ValueError(
                 f"the rendered prompt has {len(pieces) - 1} video placeholders ({placeholder}), and the row has {len(videos)} "
-                f"videos. {_ADVICE}"
+                f"videos. {_ADVICE} video"
             )
         written = [
             "".join(f"<{time:.1f} seconds>{start}{placeholder}{end}" for time in self.times(*video)) for video in videos
         ]
-        return "".join(text for pair in zip(pieces, [*written, ""], strict=True) for text in pair)
+        return "".join(piece + video for piece, video in zip(pieces, [*written, ""], strict=True))
 
     def times(self, frames: int, fps: float) -> list[float]:
         """Return the middle between the first and the last frame of each time step, in seconds. The last frame fills the last step."""
         seconds = [min(i, frames - 1) / fps for i in range(frames + -frames % self.frames)]
         return [(seconds[i] + seconds[i + self.frames - 1]) / 2 for i in range(0, len(seconds), self.frames)]
-
-
-_ADVICE = "The text must not contain this token, and the chat template must write one for each"
 
 
 def with_picture_parts(row: Row, messages: Sequence[dict[str, Any]], chat_template: bool) -> list[dict[str, Any]]:
