@@ -76,6 +76,23 @@ class ImageReader:
             seconds=np.array(seconds) if any(steps > 1 for steps, _, _ in grids) else None,
         )
 
+    @property
+    def reads_images(self) -> bool:
+        """True if the model has a vision tower."""
+        try:
+            return self.token >= 0
+        except ValueError:
+            return False
+
+    def encoded(self, image: bytes, where: str) -> PromptImage:
+        """Return an image that is not of a row, with its number of tokens. `where`: for messages.
+
+        Raises:
+            ValueError: it is not an image, or the model reads none.
+        """
+        self.token  # noqa: B018 - raises if the model reads no images
+        return _image(image, where, Path(), self)
+
     def _processor(self) -> Any:
         with _LOADING:  # several threads prepare images
             return _load(self)
@@ -92,6 +109,28 @@ class ImageReader:
                 "files of a data set during a run"
             )
         return inputs["pixel_values"].astype(np.float32), grid.tolist()
+
+
+def joined(first: SampleImages | None, second: SampleImages | None, offset: int) -> SampleImages | None:
+    """Return the images of both in one sample. `offset`: index, in the sample, of the token at which the starts of `second` begin."""
+    if second is None:
+        return first
+    moved = replace(second, starts=second.starts + offset)
+    if first is None:
+        return moved
+    seconds = None
+    if first.seconds is not None or second.seconds is not None:
+        seconds = np.concatenate([_seconds(images) for images in (first, second)])
+    return SampleImages(
+        pixels=np.concatenate([first.pixels, moved.pixels]),
+        grids=np.concatenate([first.grids, moved.grids]),
+        starts=np.concatenate([first.starts, moved.starts]),
+        seconds=seconds,
+    )
+
+
+def _seconds(images: SampleImages) -> np.ndarray:
+    return np.zeros(len(images.starts)) if images.seconds is None else images.seconds
 
 
 def read_images(row: Row, file: Path, reader: ImageReader | None) -> tuple[PromptImage, ...]:
