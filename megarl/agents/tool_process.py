@@ -168,7 +168,9 @@ def _encoded(image: Any, number: int) -> bytes:
     from PIL import Image
 
     if not isinstance(image, Image.Image):
-        raise ToolFault(f"image {number} of its answer is neither bytes nor a Pillow image, but a {type(image).__name__}")
+        raise ToolFault(
+            f"image {number} of its answer is neither bytes nor a Pillow image, but a {type(image).__name__}"
+        )
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()

@@ -134,7 +134,7 @@ class AnswerTokens(_Messages):
             [*({"type": "image"} for _ in range(count)), {"type": "text", "text": text}] if count else text
             for (_, text), count in zip(answers, images or [0] * len(answers), strict=True)
         ]
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "tool", "content": content, "name": self._harmless(name), "tool_call_id": f"call_{number}"}
             for number, ((name, _), content) in enumerate(zip(answers, contents, strict=True))
         ]

@@ -184,7 +184,7 @@ class VerlToolState:
             return Answer(response, reward)
         if getattr(response, "video", None):
             raise ToolFault("it answered with video data, and tool messages are text and images")
-        return Answer(response.text or "", reward, tuple(getattr(response, "image", None) or ()))
+        return Answer(response.text or "", reward, images=tuple(getattr(response, "image", None) or ()))
 
     async def reward(self) -> float:
         reward: float = await self._tool.calc_reward(self._instance, **(self._kwargs.get("calc_reward_kwargs") or {}))

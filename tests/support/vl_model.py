@@ -65,7 +65,7 @@ def config(**fields: Any) -> Any:
         "fullatt_block_indexes": [1, 3],
     }
     return transformers.Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, **IDS, **{"tie_word_embeddings": False, **fields}
+        text_config=text, vision_config=vision, **{**IDS, "tie_word_embeddings": False, **fields}
     )
 
 
