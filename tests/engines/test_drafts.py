@@ -96,6 +96,7 @@ def test_samples_are_the_policys_and_the_draft_is_the_checkpoints(process, path,
     sender.close()
 
 
+@pytest.mark.slow
 def test_a_draft_follows_updates_and_its_accepted_tokens_are_counted(process, path, tmp_path):
     """The draft shares the policy's embedding and output layer, so that it still predicts the policy's likeliest token."""
     make_predictable(path)

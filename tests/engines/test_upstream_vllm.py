@@ -166,8 +166,8 @@ print("-".join(map(str, sorted(chosen[0].tolist()))))
 
 def test_router_on_cpu_ignores_a_bias():
     """By the softmax the first two experts are the best; with the bias the second and the last."""
-    assert printed(_BIASED.format(fix="")) == "0-1", "it applies the bias: remove cpu_routing.py"
-    fix = "from megarl.engines.vllm import cpu_routing; cpu_routing.fix_routing_biases_on_cpu()"
+    assert printed(_BIASED.format(fix="")) == "0-1", "it applies the bias: remove compat.fix_routing_biases_on_cpu"
+    fix = "from megarl.engines.vllm import compat; compat.fix_routing_biases_on_cpu()"
     assert printed(_BIASED.format(fix=fix)) == "1-3"
 
 
