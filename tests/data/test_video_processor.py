@@ -30,7 +30,17 @@ def test_resized_frames_are_torchvisions() -> None:
     assert blake2b(resized.tobytes(), digest_size=8).hexdigest() == "9fa3d4d7bf598211"
 
 
-SHAPES = [(1, 28, 28), (2, 28, 28), (3, 41, 43), (4, 130, 90), (5, 9, 150), (2, 500, 30), (7, 700, 900), (6, 2000, 11)]
+SHAPES = [
+    (1, 28, 28),
+    (2, 28, 28),
+    (3, 41, 43),
+    (4, 130, 90),
+    (5, 9, 150),
+    (5, 90, 100),
+    (2, 500, 30),
+    (7, 700, 900),
+    (6, 2000, 11),
+]
 
 
 @pytest.mark.parametrize("limits", [(3136, 40_000), (200_000, 400_000), (3136, 3136)])
@@ -47,6 +57,18 @@ def test_sizes_equal_transformers(limits: tuple[int, int]) -> None:
         if count > 1:
             high, wide = of_all_frames(count, height, width, 2, 28, *limits)
             assert together.grid(count, height, width) == (-(-count // 2), high // 14, wide // 14)
+
+
+def test_limits_of_the_recipe_and_of_the_model() -> None:
+    """`data.max_pixels` replaces Qwen2.5-VL's limit of a frame. Qwen3-VL's limit of all frames holds as well."""
+
+    def grid(of_all: bool, largest: int, max_pixels: int | None) -> tuple[int, int, int]:
+        processor = VideoProcessor(14, 2, 2, 3136, largest, of_all, (0.5,) * 3, (0.5,) * 3, 1 / 255, None, max_pixels)
+        return processor.grid(4, 280, 280)
+
+    assert grid(False, 20_000, 80_000) == grid(False, 80_000, None) == (2, 20, 20)
+    assert grid(True, 80_000, 80_000) == grid(True, 80_000, None) == (2, 10, 10)
+    assert grid(True, 800_000, 20_000) == grid(True, 80_000, None)
 
 
 def test_the_last_frame_fills_the_last_time_step() -> None:

@@ -159,6 +159,7 @@ def test_a_prompt_is_processed_as_transformers_does(
     prepared = reader.prepare(prompt)
     assert prepared is not None
     check_images(prepared, prompt.tokens, MERGE)
+    assert (np.diff(prepared.starts) > 0).all(), "in the order of their tokens"
     types = np.array(expected["mm_token_type_ids"][0])
     runs = [types[start] for start in prepared.starts]
     parts = np.split(prepared.pixels, np.cumsum(prepared.grids.prod(1))[:-1])
