@@ -88,15 +88,15 @@ class AnswerTokens(_Messages):
     def with_images(
         self, answers: Sequence[tuple[str, str]], images: Sequence[Sequence[PromptImage]]
     ) -> tuple[list[int], SampleImages | None]:
-        """Return the tokens as `tokens` does, and the images of all answers, whose starts count from the first of these tokens.
+        """Return the tokens as `tokens` does, and the images of all answers, with starts relative to these tokens.
 
         `images`: of each answer; they come before its text.
 
         Raises:
             ValueError: the chat template does not write one placeholder for each image, or an image cannot be decoded.
         """
-        ids = np.array(self._encode(answers, [len(of_answer) for of_answer in images]))
-        flat = [image for of_answer in images for image in of_answer]
+        ids = np.array(self._encode(answers, [len(answer_images) for answer_images in images]))
+        flat = [image for answer_images in images for image in answer_images]
         if not flat:
             return ids.tolist(), None
         assert self._images is not None, "images were read"

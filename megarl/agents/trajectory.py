@@ -280,7 +280,7 @@ class AgentLoop:
         self, calls: list[ToolCall], context: Context, seconds_left: float, state: SampleCaller | None
     ) -> tuple[list[Turn], list[int], SampleImages | None]:
         """Make the calls of one turn concurrently; returns their tool turns, in the order of the calls, the tokens up to the
-        policy's next turn, and the answers' images, whose starts count from the first of these tokens."""
+        policy's next turn, and the answers' images, with starts relative to the first of these tokens."""
         assert self.answers is not None, "no tool can be called"
         most, tokens = self.settings.max_calls_per_turn, self.answers
         made: list[ToolAnswer] = []

@@ -105,7 +105,7 @@ def write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, A
     """Return the plain values of a group, as JSON has them, and add the vectors of its samples to `vectors`."""
     group = item.group
     texts, tokens = [], group.samples[0].data.get()
-    of_first = tokens[0].images if tokens else None
+    first_images = tokens[0].images if tokens else None
     for index, sample in enumerate(tokens):
         written = {"text": sample.text, "reason": sample.reason, "turns": [asdict(turn) for turn in sample.turns]}
         texts.append(written | ({"without_images": True} if sample.images is None else {}))
@@ -118,7 +118,7 @@ def write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, A
             )
         if sample.images is not None:
             # Samples share the prompt's images; an answer of a tool may have added others.
-            place = f"{group.number}" if sample.images is of_first else f"{group.number}.{index}"
+            place = f"{group.number}" if sample.images is first_images else f"{group.number}.{index}"
             for name in _IMAGES:
                 if (vector := getattr(sample.images, name)) is not None:
                     vectors[f"{place}.images.{name}"] = vector
