@@ -283,19 +283,19 @@ class AgentLoop:
         policy's next turn, and the answers' images, with starts relative to the first of these tokens."""
         assert self.answers is not None, "no tool can be called"
         most, tokens = self.settings.max_calls_per_turn, self.answers
-        made: list[ToolAnswer] = []
+        tool_answers: list[ToolAnswer] = []
         for answer in await asyncio.gather(
             *(self.tools.call(call, context, seconds_left, state) for call in calls[:most]), return_exceptions=True
         ):
             if isinstance(answer, BaseException):  # raised when all calls have ended
                 raise answer
-            made.append(answer)
+            tool_answers.append(answer)
         problem = f"a turn may make {most} calls; this one was not made"
-        made += [ToolAnswer(refused(call, problem)) for call in calls[most:]]
+        tool_answers += [ToolAnswer(refused(call, problem)) for call in calls[most:]]
 
         def read() -> tuple[list[Turn], list[int], SampleImages | None]:
-            images = [tokens.read(answer) for answer in made]
-            turns = [replace(answer.turn, text=tokens.shown(answer.turn.text)) for answer in made]
+            images = [tokens.read(answer) for answer in tool_answers]
+            turns = [replace(answer.turn, text=tokens.shown(answer.turn.text)) for answer in tool_answers]
             return turns, *tokens.with_images([(turn.name, turn.text) for turn in turns], images)
 
         return await asyncio.to_thread(read)

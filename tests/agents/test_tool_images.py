@@ -109,9 +109,9 @@ def test_a_later_turn_reads_the_images_of_all_earlier_answers(
     done, script = play(tokenizer, reader, [CALL % 2, CALL % 1, "ok"], request, camera=camera)
     assert done.failure is None and done.finish_reason == "stop" and len(script.requests) == 2
     prepared = [reader.encoded(image, "here") for image in camera.shown]
-    own = 1 if in_prompt else 0
+    before = 1 if in_prompt else 0
     for later, count in zip(script.requests, (2, 3), strict=True):
-        assert later.images is not None and len(later.images.starts) == own + count
+        assert later.images is not None and len(later.images.starts) == before + count
         check_images(later.images, later.prompt.tokens, MERGE)
         assert later.prompt.tokens.count(IMAGE) == sum(
             image.tokens for image in [*request.prompt.images, *prepared[:count]]
@@ -122,9 +122,9 @@ def test_a_later_turn_reads_the_images_of_all_earlier_answers(
         expected = reader.prepare(Prompt("", (), "", "", images=(reader.encoded(image, "here"),)))
         assert expected is not None
         ends = np.cumsum(sample.images.grids.prod(1))
-        here = sample.images.pixels[ends[own + number] - len(expected.pixels) : ends[own + number]]
+        here = sample.images.pixels[ends[before + number] - len(expected.pixels) : ends[before + number]]
         np.testing.assert_array_equal(here, expected.pixels)
-        np.testing.assert_array_equal(sample.images.grids[own + number], expected.grids[0])
+        np.testing.assert_array_equal(sample.images.grids[before + number], expected.grids[0])
     layout = ImageLayout(MERGE, 14, PATCH_VALUES)
     check_batch(Images.of([sample.images]), torch.from_numpy(sample.tokens), [len(sample.tokens)], layout)  # type: ignore[arg-type]
     text = tokenizer.decode(done.tokens.tolist(), special=True)
@@ -205,22 +205,22 @@ def test_images_of_an_mcp_server(model: Path) -> None:
 
 
 def test_joined_images_keep_their_times() -> None:
-    one = SampleImages(np.ones((4, 6), np.float32), np.array([[1, 2, 2]]), np.array([3]))
-    film = replace(one, grids=np.array([[2, 2, 2]]), pixels=np.ones((8, 6), np.float32), seconds=np.array([0.5]))
-    both = joined(one, film, 10)
+    first = SampleImages(np.ones((4, 6), np.float32), np.array([[1, 2, 2]]), np.array([3]))
+    film = replace(first, grids=np.array([[2, 2, 2]]), pixels=np.ones((8, 6), np.float32), seconds=np.array([0.5]))
+    both = joined(first, film, 10)
     assert both is not None and both.starts.tolist() == [3, 13] and both.pixels.shape == (12, 6)
     assert both.seconds is not None and both.seconds.tolist() == [0.0, 0.5]
-    assert joined(None, None, 4) is None and joined(one, None, 4) is one
-    after = joined(None, one, 4)
+    assert joined(None, None, 4) is None and joined(first, None, 4) is first
+    after = joined(None, first, 4)
     assert after is not None and after.starts.tolist() == [7] and after.seconds is None
 
 
 def test_checkpoints_keep_each_samples_images() -> None:
-    one = SampleImages(np.ones((4, 6), np.float32), np.array([[1, 2, 2]]), np.array([3]))
-    two = joined(one, one, 10)
+    first = SampleImages(np.ones((4, 6), np.float32), np.array([[1, 2, 2]]), np.array([3]))
+    two = joined(first, first, 10)
     tokens = [
         SampleTokens(np.arange(3), np.ones(3, bool), np.zeros(3, np.float32), images=images)
-        for images in (one, two, None, one)
+        for images in (first, two, None, first)
     ]
     samples = [Sample(5, index, InlineData(tokens), 1, 2, 2) for index in range(4)]
     saved: dict[str, np.ndarray] = {}
