@@ -25,6 +25,15 @@ PAGES = {
     "examples/README.md": "examples.md",
 }
 """Files of the repository -> their pages on the site."""
+LOW_IN_SEARCH = {
+    "architecture.md": 0.2,
+    "benchmarks.md": 0.2,
+    "changelog.md": 0.2,
+    "from_verl_reference.md": 0.2,
+    "numerics.md": 0.2,
+    "upstream.md": 0.2,
+}
+"""Pages with words of every subject -> their weight in the search, which lists the pages about a subject first."""
 LANGUAGES = {".yaml": "yaml", ".py": "python", ".sh": "bash", ".env": "bash", ".json": "json", ".md": "markdown"}
 FENCE = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
@@ -46,7 +55,9 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: Files) -> str:
-    """Point links that leave docs/ to the pages of their files."""
+    """Point links that leave docs/ to the pages of their files, and rank the page in the search."""
+    if page.file.src_uri in LOW_IN_SEARCH:
+        page.meta["search"] = {"boost": LOW_IN_SEARCH[page.file.src_uri]}
     return outside_fences(
         markdown, lambda text: LINK.sub(lambda match: match[1] + address(page.file, match[2]) + match[3], text)
     )
