@@ -259,6 +259,19 @@ def test_the_installer_installs_megarl_itself(bare_environment, tmp_path):
     assert again.returncode == 0 and "megarl" not in again.stdout, "nothing is left to do"
 
 
+@pytest.mark.parametrize("version", ["3.10", "3.13", None])
+def test_the_installer_refuses_an_interpreter_without_locked_packages(version, tmp_path):
+    """Before it makes an environment, in which pip would only name the first package that has no wheel."""
+    python = tmp_path / "python"
+    if version:
+        python.write_text(f"#!/bin/sh\necho {version}\n")
+        python.chmod(0o755)
+    venv = tmp_path / "venv"
+    done = _run([BASH, LAUNCH / "install_cpu.sh"], ROOT, MEGARL_VENV=str(venv), MEGARL_PYTHON=str(python))
+    assert done.returncode == 2 and not venv.exists(), done.stderr
+    assert f"need Python 3.11 or 3.12, and {python} is {version or 'not found'}. Install one" in done.stderr
+
+
 def test_the_installer_keeps_an_installation_of_another_checkout(bare_environment, tmp_path):
     venv, other = bare_environment, tmp_path / "other"
     (other / "megarl").mkdir(parents=True)
