@@ -27,7 +27,7 @@ fi
 for file in "${files[@]}"; do
   stamp=$venv/installed-$(basename "$file")
   if ! cmp -s "$file" "$stamp"; then
-    echo "installing $(grep -c '==' "$file") packages of $(basename "$file"); a first time takes some minutes and 2.4 GB"
+    echo "installing $(grep -c '==' "$file") packages of $(basename "$file"); a first time takes some minutes and 2.5 GB"
     # The lock names every package; the resolver could only add what a CPU cannot use (torchvision, CUDA).
     "$venv/bin/python" -m pip install --quiet --no-deps -r "$file" || {
       echo "installation failed. If torch was not found: the CPU build lies on PyTorch's own index, see 'Install' in README.md" >&2

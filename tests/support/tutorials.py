@@ -19,7 +19,7 @@ FOLDER = ROOT / "docs" / "tutorials"
 PAGES = sorted(path.name for path in FOLDER.glob("*.md") if path.name != "index.md")
 BLOCK = re.compile(r'^( *)```(\w+)(?: title="([^"]+)")?\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
 ONLY_PARSED = {
-    r"bash launch/quickstart\.sh": "installs 2.4 GB; `workspace` makes the same folders with fewer steps",
+    r"bash launch/quickstart\.sh": "installs 2.5 GB; `workspace` makes the same folders with fewer steps",
     r"source ": "activates the environment that runs the tests",
     r"python -m megarl view ": "serves a page until Ctrl-C; tests/commands/view/",
     r"python -m megarl model check Qwen/|hf download |HF_HUB_OFFLINE=1 |python -m megarl data \w+ --source \w+/": "needs the hub",
