@@ -30,7 +30,8 @@ for file in "${files[@]}"; do
     echo "installing $(grep -c '==' "$file") packages of $(basename "$file"); a first time takes some minutes and 2.5 GB"
     # The lock names every package; the resolver could only add what a CPU cannot use (torchvision, CUDA).
     "$venv/bin/python" -m pip install --quiet --no-deps -r "$file" || {
-      echo "installation failed. If torch was not found: the CPU build lies on PyTorch's own index, see 'Install' in README.md" >&2
+      echo "installation failed. If torch was not found, name the index of its CPU builds and start again:" \
+        "export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" >&2
       exit 1
     }
     cp "$file" "$stamp"

@@ -1,4 +1,4 @@
-"""mkdocs hook: Markdown files of the repository outside docs/ become pages, and linked source files, too.
+"""mkdocs hooks: Markdown files of the repository outside docs/ become pages, and linked source files, too.
 
 The pages keep the relative links that work on GitHub and in an editor. On the site `../recipes/quickstart.yaml` leads to a page
 with the file's text, so that the site is complete without a network and shows the same commit everywhere.
@@ -36,6 +36,7 @@ LOW_IN_SEARCH = {
 """Pages with words of every subject -> their weight in the search, which lists the pages about a subject first."""
 LANGUAGES = {".yaml": "yaml", ".py": "python", ".sh": "bash", ".env": "bash", ".json": "json", ".md": "markdown"}
 FENCE = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+LONG_NAME = re.compile(r"(?<=<td><code>)[\w.*]{40,}(?=</code>)")
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 
@@ -61,6 +62,14 @@ def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: F
     return outside_fences(
         markdown, lambda text: LINK.sub(lambda match: match[1] + address(page.file, match[2]) + match[3], text)
     )
+
+
+def on_post_page(output: str, *, page: Any, config: MkDocsConfig) -> str:
+    """Let long dotted names in tables break after a dot, so that the columns beside them stay in view.
+
+    This is the last hook, after the search has read the page: a name in it stays one word.
+    """
+    return LONG_NAME.sub(lambda match: match[0].replace(".", ".<wbr>"), output)
 
 
 def links(markdown: str) -> list[str]:

@@ -27,6 +27,7 @@ ONLY_PARSED = {
     r"python -m megarl plan --calibrate |python -m megarl (export|doctor) runs/(my-model|dapo)": "reads a run on devices",
     r"python -m megarl (doctor|accept|train) recipes/(cuda/|grpo_qwen2\.5_0\.5b)": "needs devices",
     r"docker |nvidia-smi|npu-smi|SHARED=\S+ bash launch/container\.sh ": "needs devices and their driver",
+    r"export PIP_EXTRA_INDEX_URL=": "is for the installation",
     r"bash launch/(ssh|multinode)\.sh |export |sbatch |kubectl ": "needs several machines; tests/runs/test_multinode.py",
 }
 """Commands that tests parse and do not run -> why."""
