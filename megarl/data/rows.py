@@ -269,6 +269,6 @@ def _jsonl_row(where: str, line: bytes, selection: ColumnSelection) -> Row:
 
 def _neighbours(file: Path) -> str:
     if not file.parent.is_dir():
-        return f" (nor a directory {file.parent})"
+        return f" (nor a directory {file.parent}): correct the path; `megarl data --help` lists the data sets that megarl prepares"
     names = sorted(path.name for path in file.parent.iterdir() if path.suffix in (".parquet", ".jsonl"))
     return f"; {file.parent} has {', '.join(names) or 'no .parquet or .jsonl files'}"
