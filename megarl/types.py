@@ -124,6 +124,17 @@ class TokenScores:
 
 
 @dataclass(frozen=True)
+class DraftCount:
+    """Tokens that drafts proposed for a sample in speculative decoding, and those of them that became its tokens."""
+
+    proposed: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: DraftCount) -> DraftCount:
+        return DraftCount(self.proposed + other.proposed, self.accepted + other.accepted)
+
+
+@dataclass(frozen=True)
 class Completion:
     """An engine's output for one sample.
 
@@ -138,6 +149,8 @@ class Completion:
     routed_experts: np.ndarray | None = None
     prompt: TokenScores | None = None  # of the prompt's tokens; None: not requested
     spans: tuple[Span, ...] = (Span(0, 0),)  # set by the engine's loop; versions rise
+    # Without the tokens of engines that sampled a part before; None: no speculative decoding, or not reported.
+    drafts: DraftCount | None = None
 
 
 @dataclass(frozen=True)
@@ -233,6 +246,7 @@ class Sample:
     spans: tuple[Span, ...] = (Span(0, 0),)  # weights that sampled its response; versions rise
     steps: Steps = ()
     tool_use: ToolUse | None = None  # None: no agent loop
+    drafts: DraftCount | None = None  # None: no speculative decoding, or not reported
 
     @property
     def length(self) -> int:

@@ -22,6 +22,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.recipe.agent import AgentConfig
 from megarl.types import (
     Completion,
+    DraftCount,
     FailureKind,
     GenerationRequest,
     Prompt,
@@ -51,6 +52,7 @@ class Trajectory:
     failure: SampleFailure | None = None  # a tool was unavailable, and the sample ended early
     sampled_again: tuple[FailureKind, ...] = ()  # causes of failures after which it was sampled again from its start
     spans: tuple[Span, ...] = (Span(0, 0),)  # weights that sampled the response; tool tokens belong to the turn before
+    drafts: DraftCount | None = None  # of the policy's turns; None: no speculative decoding
     adds_rewards: bool = True  # the turns' rewards are step rewards; otherwise only scorers see them
     # Of the user's loop alone (agents/custom/):
     prompt: tuple[int, ...] | None = None  # its tokens instead of the row's
@@ -82,6 +84,7 @@ class Trajectory:
             finish_reason=completion.finish_reason,
             routed_experts=completion.routed_experts,
             spans=completion.spans,
+            drafts=completion.drafts,
         )
 
     @classmethod
@@ -102,6 +105,7 @@ class _Written:
     turns: list[Turn] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    drafts: DraftCount | None = None
     length: int = 0
 
     def add(self, tokens: np.ndarray, log_probs: np.ndarray | None) -> None:
@@ -226,6 +230,7 @@ class AgentLoop:
             routed_experts=experts,
             failure=failure,
             spans=tuple(written.spans),
+            drafts=written.drafts,
             adds_rewards=self.settings.tool_rewards == "steps",
         )
 
@@ -250,6 +255,8 @@ class AgentLoop:
         written.add(completion.tokens, completion.log_probs.astype(np.float32))
         written.turns.append(Turn("assistant", self.tokenizer.decode(ids), tokens=len(ids)))
         written.ends.append(written.length)
+        if completion.drafts is not None:
+            written.drafts = (written.drafts or DraftCount()) + completion.drafts
         if completion.finish_reason != "stop" or self.format is None:  # truncated: a call may be incomplete
             return []
         return calls_in(self.tokenizer.decode(ids, special=True), self.format, head)

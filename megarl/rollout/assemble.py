@@ -78,6 +78,7 @@ def control_data(
         spans=trajectory.spans,
         steps=tuple((start + token, reward) for token, reward in steps),
         tool_use=trajectory.tool_use if with_tools else None,
+        drafts=trajectory.drafts,
     )
 
 

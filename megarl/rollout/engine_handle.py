@@ -10,12 +10,13 @@ import functools
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeGuard, TypeVar
 
 from megarl.cluster.base import Service
 from megarl.cluster.calls import when_done
+from megarl.cluster.failures import ClusterError, ServiceDied
 from megarl.cluster.outages import Outage
-from megarl.engines.base import GroupRank
+from megarl.engines.base import EngineDead, GroupRank
 from megarl.platform.load import MachineLoad
 from megarl.rollout.judge.server import Judgement, JudgeServer
 from megarl.rollout.server import RolloutServer
@@ -182,6 +183,16 @@ class JudgeHandle(ServiceHandle):
     def judge(self, group: int, prompt: Prompt, responses: DataRef) -> Future[tuple[list[Judgement], DataRef]]:
         """Score the `responses` of a group; the result is a judgement per sample and the location of the verdicts' texts."""
         return self._call_with_data(JudgeServer.judge, group, prompt, responses)
+
+
+def failed_in(error: BaseException, service: str) -> TypeGuard[ClusterError]:
+    """Return whether a call failed in the process of the service with this name."""
+    return isinstance(error, ClusterError) and error.failure.place.name == f"service {service}"
+
+
+def is_death(error: ClusterError) -> bool:
+    """Return whether the engine of a failed call has ended: its process, or the engine in it (`EngineDead`)."""
+    return isinstance(error, ServiceDied) or error.failure.cause.startswith(f"{EngineDead.__name__}:")
 
 
 def with_engine_check(engines: Sequence[EngineHandle], check: Callable[[], None]) -> Callable[[], None]:

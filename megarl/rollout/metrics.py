@@ -131,9 +131,17 @@ def batch_metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
         **({"rollout/rewards/mean": float(np.mean(rewards))} if rewards else {}),
         "rollout/truncated": float(np.mean([sample.truncated for sample in samples])),
         "rollout/total_num_tokens": float(sum(sample.length for sample in [*samples, *greedy])),
+        **_draft_figures(samples),
         **agent_figures(samples),
         **sampled_figures(tried),
     }
+
+
+def _draft_figures(samples: Iterable[Sample]) -> Metrics:
+    """Return the share of the drafts' tokens that became tokens of samples; {} without speculative decoding."""
+    counts = [sample.drafts for sample in samples if sample.drafts is not None]
+    proposed = sum(count.proposed for count in counts)
+    return {"rollout/drafts_accepted": sum(count.accepted for count in counts) / proposed} if proposed else {}
 
 
 def batch_of(

@@ -19,6 +19,7 @@ from megarl.engines import group
 from megarl.engines.base import EngineDead, EngineRefused, EngineSpec
 from megarl.engines.loop import EngineLoop
 from megarl.engines.vllm.engine import _VllmBackend
+from megarl.engines.vllm.lockstep import StepTracker
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling
 
 SIZE = 3
@@ -257,8 +258,7 @@ def test_vllm_executes_the_model_once_in_each_step(
     core = SimpleNamespace(batch_queue=queue, step_fn=lambda: (done.append("step"), executes))
     client = SimpleNamespace(engine_core=core, execute_dummy_batch=lambda: done.append("dummy"))
     backend._engine = SimpleNamespace(engine_core=client, step=lambda: [core.step_fn()][:0])
-    backend._group, backend._running = object(), {"0-0": None} if running else {}  # type: ignore[assignment]
-    backend._track_execution()
+    backend._steps, backend._running = StepTracker(core), {"0-0": None} if running else {}  # type: ignore[assignment]
     for _ in range(2):
         done.clear()
         assert backend.step() == [] and done == expected

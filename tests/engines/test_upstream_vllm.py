@@ -166,6 +166,27 @@ print("-".join(map(str, sorted(chosen[0].tolist()))))
 
 def test_router_on_cpu_ignores_a_bias():
     """By the softmax the first two experts are the best; with the bias the second and the last."""
-    assert printed(_BIASED.format(fix="")) == "0-1", "it applies the bias: remove cpu_routing.py"
-    fix = "from megarl.engines.vllm import cpu_routing; cpu_routing.fix_routing_biases_on_cpu()"
+    assert printed(_BIASED.format(fix="")) == "0-1", "it applies the bias: remove compat.fix_routing_biases_on_cpu"
+    fix = "from megarl.engines.vllm import compat; compat.fix_routing_biases_on_cpu()"
     assert printed(_BIASED.format(fix=fix)) == "1-3"
+
+
+_REPEATED = """
+import torch
+from types import SimpleNamespace
+from vllm.platforms.cpu import CpuPlatform
+CpuPlatform.import_kernels()
+CpuPlatform.register_triton_kernel_overrides()
+{fix}
+from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+torch.utils.deterministic.fill_uninitialized_memory = True
+torch.use_deterministic_algorithms(True)
+repeated = expand_batch_to_tokens(torch.tensor([0.5, 0.7]), torch.tensor([1, 3], dtype=torch.int32), 3)
+print([round(value, 3) for value in repeated.tolist()] == [0.5, 0.7, 0.7])
+"""
+
+
+def test_temperatures_of_drafts_are_uninitialized_on_cpu():
+    assert printed(_REPEATED.format(fix="")) == "False", "it repeats them: remove compat.fix_rejection_of_drafts_on_cpu"
+    fix = "from megarl.engines.vllm import compat; compat.fix_rejection_of_drafts_on_cpu()"
+    assert printed(_REPEATED.format(fix=fix)) == "True"

@@ -48,7 +48,7 @@ class FakeVllm:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 100, hf_text_config=None, hf_config=None)
-        self.engine_core = SimpleNamespace(shutdown=lambda: None)
+        self.engine_core = SimpleNamespace(shutdown=lambda: None, engine_core=SimpleNamespace())
         self.resets: list[dict[str, Any]] = []
         self.running: dict[str, int] = {}
         self.steps = 0
@@ -177,6 +177,19 @@ def test_base_weights_stay_on_the_host_if_only_adapters_are_updated(
         sleeper.sleep()
         assert vllm.calls[-1] == ("sleep", level)
     sleeper.shutdown()
+
+
+def test_a_drafts_weights_stay_on_the_host(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:
+    """No update brings them back."""
+    monkeypatch.setattr("megarl.engines.vllm.compat.capabilities", capabilities)
+    vllm.engine_core.engine_core = SimpleNamespace(scheduler=SimpleNamespace())
+    for method, level in (("mtp", 1), ("ngram", 2)):
+        arguments = {"speculative_config": {"method": method, "num_speculative_tokens": 1}}
+        sleeper = VllmEngine(EngineSpec("e0", "model", "float32", 64, sleep_mode=True, engine_args=arguments))
+        sleeper.start()
+        sleeper.sleep()
+        assert vllm.calls[-1] == ("sleep", level)
+        sleeper.shutdown()
 
 
 @pytest.mark.parametrize(

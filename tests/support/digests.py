@@ -59,6 +59,10 @@ class Extension(WorkerExtension):
         ]
         return {name: digest(tensor) for name, tensor in [*tensors, *absorbed]} | self._before
 
+    def draft_digests(self) -> dict[str, str]:
+        """Return the digests of the draft's parameters."""
+        return {name: digest(tensor) for name, tensor in self.model_runner.drafter.model.named_parameters()}
+
 
 def digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().cpu().contiguous().view(-1)

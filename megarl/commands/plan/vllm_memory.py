@@ -23,8 +23,9 @@ _OF_A_LAYER = re.compile(r".*\.(?:layers|blocks)\.\d+(?=\.)")
 
 def counted(built: RankModel, spec: EngineSpec, limits: EngineLimits) -> EngineRank:
     """Count the memory of a rank. Its `cache` is not known yet."""
-    parameters = {parameter.untyped_storage()._cdata: parameter for parameter in built.model.parameters()}
-    buffers = {buffer.untyped_storage()._cdata: buffer for buffer in built.model.buffers()}
+    both = torch.nn.ModuleList([built.model, built.draft])
+    parameters = {parameter.untyped_storage()._cdata: parameter for parameter in both.parameters()}
+    buffers = {buffer.untyped_storage()._cdata: buffer for buffer in both.buffers()}
     copies = sum(module.kv_b_proj.weight.nbytes for module in _attention(built) if hasattr(module, "kv_b_proj"))
     tables = _bytes({key: tensor for key, tensor in buffers.items() if key not in parameters}) + copies
     quantized = _quantized(built)
@@ -40,10 +41,12 @@ def counted(built: RankModel, spec: EngineSpec, limits: EngineLimits) -> EngineR
                 tensor.nbytes + quantized.get(tensor.untyped_storage()._cdata, 0)
                 for tensor in module.parameters(recurse=False)
             )
-            for module in built.model.modules()
+            for module in both.modules()
         ),
         recomputed=copies,
-        received=_bytes(parameters),
+        received=sum(
+            {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in built.model.parameters()}.values()
+        ),
         asleep=asleep(
             quantized.get(key, tensor.untyped_storage().nbytes()) for key, tensor in {**buffers, **parameters}.items()
         ),

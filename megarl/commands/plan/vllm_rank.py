@@ -23,9 +23,13 @@ from torch.overrides import TorchFunctionMode
 from megarl.commands.plan.meta_device import META, fake_collectives, join
 from megarl.engines.base import EngineSpec
 from megarl.engines.vllm.args import build_engine_args, process_env
+from megarl.engines.vllm.changing_weights import has_draft_weights
 
 # Engine arguments that change the memory of a rank. Others control how it runs, and may be specific to a device.
-_OF_THE_MODEL = ("hf_overrides", "kv_cache_dtype", "limit_mm_per_prompt", "quantization", "num_redundant_experts")
+_OF_THE_MODEL = (
+    "hf_overrides", "kv_cache_dtype", "limit_mm_per_prompt", "quantization", "num_redundant_experts", "speculative_config",
+)  # fmt: skip
+_SHARED_BY_DRAFT = ("embed_tokens", "lm_head", "head")  # with the policy (vllm/v1/spec_decode/llm_base_proposer.py)
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class RankModel:
 
     model: torch.nn.Module
     config: Any  # vLLM's VllmConfig
+    draft: torch.nn.Module  # layers for multi-token prediction, without what they share with the model; maybe no layers
 
 
 def prepare() -> None:
@@ -97,7 +102,21 @@ def build(spec: EngineSpec, rank: int) -> RankModel:
         parallel_state.ensure_model_parallel_initialized(spec.tensor_parallel, 1)
         with _FloatsWithoutMemory():
             model = initialize_model(config)
-    return RankModel(model, config)
+            draft = _draft(config) if has_draft_weights(spec.engine_args) else torch.nn.Module()
+    return RankModel(model, config, draft)
+
+
+def _draft(config: Any) -> torch.nn.Module:
+    """Build the draft of an engine with this VllmConfig."""
+    from vllm.config.utils import replace as replaced
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    of_draft = config.speculative_config.draft_model_config
+    draft = initialize_model(replaced(config, model_config=of_draft), model_config=of_draft)
+    for module in list(draft.modules()):
+        for name in [name for name, _ in module.named_children() if name in _SHARED_BY_DRAFT]:
+            delattr(module, name)
+    return draft
 
 
 def _arguments(spec: EngineSpec) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -29,7 +30,7 @@ _CPU_BATCHED_TOKENS = 8192  # no chunked prefill on a CPU, so the longest prompt
 _PROMPT_SCORES_TOKENS = 2048  # per step with prompt log-probs: 2.5 GB of float32 logits with a vocabulary of 150,000
 # Defaults of vLLM's LLMEngine (config/scheduler.py, config/cache.py).
 _BATCHED_TOKENS, _SEQUENCES, _SHARE = 2048, 128, 0.92
-# Engines of a group get these from their environment (engine.py: _group_env).
+# Engines of a group get these from their environment (lockstep.py: group_env).
 _DATA_PARALLEL = (
     "data_parallel_size", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
     "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend", "data_parallel_external_lb",
@@ -137,11 +138,18 @@ def check_plan(spec: EngineSpec, device: str) -> None:
     if spec.fp32_head:
         fp32_head.check(spec.engine_args, device)
     if device == "npu" and spec.deterministic:
-        _without_whole_graphs(spec.engine_args, spec.recipe_section)
+        ascend.without_whole_graphs(spec.engine_args, spec.recipe_section)
     version = ascend.installed()
     readable = os.path.isfile(os.path.join(spec.model_path, "config.json"))  # a missing file fails later
     if device == "npu" and version is not None and readable:
         _check_npu(spec, version)
+    if readable:
+        _check_drafts(spec, device, _model_config(spec.model_path))
+
+
+def _check_drafts(spec: EngineSpec, device: str, config: Mapping[str, Any]) -> None:
+    if spec.recipe_section == "rollout":
+        changing_weights.check_drafts(spec, device, config, limits(replace(spec, device=device)))
 
 
 def merged_because(spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None) -> str | None:
@@ -213,7 +221,7 @@ def _check_values(engine_args: Mapping[str, Any], section: str) -> None:
         remedy = "raise it, or lower max_num_seqs"
         raise RecipeError(f"{section}.engine_args.max_num_batched_tokens", cause, remedy, value=tokens)
     if section == "rollout":
-        changing_weights.check(engine_args)
+        changing_weights.check(engine_args, section)
 
 
 def log_probs_mode(spec: EngineSpec) -> str:
@@ -278,6 +286,8 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     config = _model_config(spec.model_path)
     arguments.update(image_args(config, device))
     arguments.update(spec.engine_args)
+    _check_drafts(spec, device, config)
+    arguments.update(changing_weights.speculation(spec))
     if needs_synchronous_scheduling(spec):
         arguments["async_scheduling"] = False
     if overrides := _config_overrides(spec, config, device):
@@ -286,7 +296,7 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         version = ascend.running()
         _check_npu(spec, version)
         if spec.deterministic:
-            arguments["compilation_config"] = _without_whole_graphs(arguments, spec.recipe_section)
+            arguments["compilation_config"] = ascend.without_whole_graphs(arguments, spec.recipe_section)
         arguments["additional_config"] = ascend.additional_config(arguments.get("additional_config", {}), version)
     if "vision_config" in config and not has_tower(config):
         arguments.setdefault("language_model_only", True)  # no image is sent, and no weight of the tower
@@ -361,26 +371,6 @@ def _missing_routing(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     routing = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     return {key: value for key, value in routing.items() if key not in config}
-
-
-def _without_whole_graphs(arguments: Mapping[str, Any], section: str) -> Any:
-    """Return `compilation_config` for batch-invariant attention on an NPU, which full graphs cannot capture (vllm-ascend
-    0.23, docs/source/user_guide/feature_guide/batch_invariance.md). ValueError if the recipe sets full graphs."""
-    config = arguments.get("compilation_config")
-    if arguments.get("enforce_eager"):
-        return config
-    if config is not None and not isinstance(config, dict):
-        raise ValueError(
-            f"{section}.engine_args.compilation_config must be a mapping with cudagraph_mode: PIECEWISE or NONE with "
-            f"train.deterministic, not {config!r}"
-        )
-    mode = (config or {}).get("cudagraph_mode", "PIECEWISE")
-    if str(mode).upper() not in ("PIECEWISE", "NONE"):
-        raise ValueError(
-            f"{section}.engine_args.compilation_config.cudagraph_mode is {mode}: with train.deterministic, engines on NPUs need "
-            "PIECEWISE or NONE, since full graphs cannot capture batch-invariant attention"
-        )
-    return {**(config or {}), "cudagraph_mode": mode}
 
 
 def _without_rotary_op(config: Any, section: str) -> dict[str, Any]:

@@ -290,3 +290,23 @@ def put_back(held: Iterable[tuple[torch.nn.Module, str, torch.nn.Parameter]]) ->
             setattr(module, name, parameter)
             replaced += 1
     return replaced
+
+
+def without_whole_graphs(arguments: Mapping[str, Any], section: str) -> Any:
+    """Return `compilation_config` for batch-invariant attention on an NPU, which full graphs cannot capture (vllm-ascend
+    0.23, docs/source/user_guide/feature_guide/batch_invariance.md). ValueError if the recipe sets full graphs."""
+    config = arguments.get("compilation_config")
+    if arguments.get("enforce_eager"):
+        return config
+    if config is not None and not isinstance(config, dict):
+        raise ValueError(
+            f"{section}.engine_args.compilation_config must be a mapping with cudagraph_mode: PIECEWISE or NONE with "
+            f"train.deterministic, not {config!r}"
+        )
+    mode = (config or {}).get("cudagraph_mode", "PIECEWISE")
+    if str(mode).upper() not in ("PIECEWISE", "NONE"):
+        raise ValueError(
+            f"{section}.engine_args.compilation_config.cudagraph_mode is {mode}: with train.deterministic, engines on NPUs need "
+            "PIECEWISE or NONE, since full graphs cannot capture batch-invariant attention"
+        )
+    return {**(config or {}), "cudagraph_mode": mode}

@@ -287,3 +287,49 @@ def local_experts(expert_map: Any, ids: Any, weights: Any) -> tuple[Any, Any]:
     local = expert_map.to(device=ids.device, dtype=ids.dtype)[ids.long()]
     elsewhere = local < 0
     return local.masked_fill(elsewhere, 0), weights.masked_fill(elsewhere, 0.0)
+
+
+def fix_routing_biases_on_cpu() -> None:
+    """Make vLLM's router for CPUs apply routing biases, which it ignores without groups of experts. Idempotent.
+
+    ERNIE 4.5 and MiniMax-M2 choose experts by their scores plus a bias. With one group of experts, the router applies it.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+    except ImportError:  # older versions route in the expert kernels, and ignore the bias there
+        return
+
+    original = CPURouter._compute_routing
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def compute_routing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        biased = self.e_score_correction_bias is not None and self.scoring_func in ("softmax", "sigmoid")
+        if biased and not self.use_grouped_topk and self.custom_routing_function is None:
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+        return original(self, *args, **kwargs)
+
+    CPURouter._compute_routing = compute_routing
+
+
+def fix_rejection_of_drafts_on_cpu() -> None:
+    """Make vLLM read the temperature, top-k and top-p of the requests whose drafts it checks. Idempotent.
+
+    vLLM's kernel for CPUs repeats each request's value for its proposed tokens into a copy, so that policies are sharpened at
+    random and accept the draft's tokens far too often.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = repeat_by_request
+
+
+def repeat_by_request(
+    values: torch.Tensor, ends: torch.Tensor, tokens: int, replace_from: float = 0, replace_to: float = 0
+) -> torch.Tensor:
+    """Return each request's value once for each of its tokens, with `replace_to` in place of `replace_from`: [tokens].
+
+    `values`: [requests]. `ends`: [requests], number of tokens up to and including the request's.
+    """
+    replaced = values.masked_fill(values == replace_from, replace_to)
+    return replaced.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=tokens)

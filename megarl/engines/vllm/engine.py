@@ -12,16 +12,17 @@ from typing import Any
 
 from megarl.engines.backed import TAGS, BackedEngine, asleep_after_wake, check_tokens
 from megarl.engines.base import EngineRefused, EngineSpec
-from megarl.engines.group import EngineGroup, free_ports
+from megarl.engines.group import EngineGroup
 from megarl.engines.vllm.args import build_engine_args, has_exact_log_probs, log_probs_mode, merged_because
+from megarl.engines.vllm.changing_weights import has_draft_weights
 from megarl.engines.vllm.images import check_images, engine_input, has_prepared_inputs
+from megarl.engines.vllm.lockstep import StepTracker, group_env
 from megarl.engines.vllm.needed_slices import is_unused
-from megarl.engines.vllm.outputs import completions, partials
+from megarl.engines.vllm.outputs import DraftCounts, completions, partials
 from megarl.types import Completion, GenerationRequest, Partial, Prompt, SampleImages
 from megarl.weight_sync.session import Session, UpdateReport, merge_reports
 
 _SHOWN = 5  # names in an error
-_PORTS = 4  # consecutive ports of a group; vLLM uses two, for its engines and for its workers
 
 
 class VllmEngine(BackedEngine):
@@ -39,7 +40,8 @@ class _VllmBackend:
         self._log_probs_mode = log_probs_mode(spec)
         self._engine: Any = None
         self._group: EngineGroup | None = None
-        self._executed = False  # True if the current step has executed the model
+        self._steps: StepTracker | None = None  # of an engine in a group
+        self._drafts: DraftCounts | None = None  # None: no speculative decoding
         self._vocab_size = 0
         self._merge: int | None = None  # merge size: merge x merge image patches become a token; None: no images
         self._running: dict[str, GenerationRequest] = {}
@@ -83,11 +85,14 @@ class _VllmBackend:
         if merged_because is not None:
             self._spec = replace(self._spec, adapters=None)
         if self._group is not None:
-            os.environ.update(_group_env(self._group))
+            os.environ.update(group_env(self._group))
         forget_earlier_engine()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**build_engine_args(self._spec, self._can.device)))
+        core = self._engine.engine_core.engine_core
         if self._group is not None:
-            self._track_execution()
+            self._steps = StepTracker(core)
+        if self._spec.engine_args.get("speculative_config"):
+            self._drafts = DraftCounts(core.scheduler)
         self._vocab_size = self._engine.model_config.get_vocab_size()
         vision = getattr(self._engine.model_config.hf_config, "vision_config", None)
         self._merge = getattr(vision, "spatial_merge_size", None)
@@ -148,6 +153,8 @@ class _VllmBackend:
         if self._spec.at_update == "keep":  # prefixes stay cached after an update
             prompt["cache_salt"] = str(self._version)
         self._engine.add_request(key, prompt, self._sampling_params(request), lora_request=self._adapter)
+        if self._drafts is not None:
+            self._drafts.admit(key, self._states(key))
 
     def _sampling_params(self, request: GenerationRequest) -> Any:
         from vllm import SamplingParams
@@ -182,7 +189,10 @@ class _VllmBackend:
             request = self._running.pop(output.request_id)
             del self._cache_versions[output.request_id]
             assert len(output.outputs) == request.sampling.n
-            finished.append((output.request_id, completions(output, request.prompt_top_k)))
+            samples = completions(output, request.prompt_top_k)
+            if self._drafts is not None:
+                samples = self._drafts.finish(output.request_id, samples)
+            finished.append((output.request_id, samples))
         return finished
 
     def _outputs(self) -> list[Any]:
@@ -191,41 +201,33 @@ class _VllmBackend:
         In a group every step executes the model exactly once, on a dummy batch if necessary, because the other engines wait
         for this engine's experts.
         """
-        if self._group is None:
+        if self._steps is None:
             return self._engine.step()
-        self._executed, outputs = False, []
+        self._steps.executed, outputs = False, []
         if self._running or self._engine.engine_core.engine_core.batch_queue:
             outputs = self._engine.step()
-        if not self._executed:  # no request, or none could be scheduled
+        if not self._steps.executed:  # no request, or none could be scheduled
             self._engine.engine_core.execute_dummy_batch()
         return outputs
 
-    def _track_execution(self) -> None:
-        """Set `_executed` when vLLM's core executes the model in a step, which LLMEngine does not return."""
-        core = self._engine.engine_core.engine_core
-        original = core.step_fn
-
-        def step_fn() -> tuple[Any, bool]:
-            outputs, executed = original()
-            self._executed = self._executed or executed
-            return outputs, executed
-
-        core.step_fn = step_fn
+    def _states(self, key: str) -> list[Any]:
+        """Return vLLM's states of the unfinished samples of a running request."""
+        processor = self._engine.output_processor
+        return [processor.request_states[name] for name in processor.external_req_ids[key]]
 
     def lengths(self, key: str) -> dict[int, int]:
-        processor = self._engine.output_processor
-        samples = [processor.request_states[name] for name in processor.external_req_ids[key]]
-        return {sample.request_index: sample.detokenizer.num_output_tokens() for sample in samples}
+        return {sample.request_index: sample.detokenizer.num_output_tokens() for sample in self._states(key)}
 
     def partials(self, key: str) -> list[Partial] | None:
         if self._running[key].prompt_top_k is not None or self._spec.return_routed_experts:
             return None
-        processor = self._engine.output_processor
-        return partials([processor.request_states[name] for name in processor.external_req_ids[key]])
+        return partials(self._states(key))
 
     def cancel(self, keys: list[str]) -> None:
         for key in keys:
             del self._running[key], self._cache_versions[key]
+            if self._drafts is not None:
+                self._drafts.cancel(key)
         self._engine.abort_request(keys)
 
     def hand_over(self, keys: list[str]) -> dict[str, list[Partial] | None]:
@@ -345,8 +347,9 @@ class _VllmBackend:
             self._drop_cached_prefixes()  # their blocks, too: they wait for a new prefill
             options["mode"] = "keep"
         # Level 2 drops weights, because the next update brings all of them. Level 1 moves weights to host memory: for
-        # updates of adapters only, and on NPUs, where level 2 leaves expert-parallel tables stale.
-        level = 1 if self._can.device == "npu" or self._adapter is not None else 2
+        # updates of adapters only, with a draft, and on NPUs, where level 2 leaves expert-parallel tables stale.
+        keeps = self._can.device == "npu" or self._adapter is not None or has_draft_weights(self._spec.engine_args)
+        level = 1 if keeps else 2
         self._engine.sleep(level, **options)
         self.asleep = TAGS
         if level == 2:
@@ -383,17 +386,3 @@ class _VllmBackend:
             return
         self._engine.engine_core.shutdown()
         self._engine = None
-
-
-def _group_env(group: EngineGroup) -> dict[str, str]:
-    """Return vLLM's environment for an engine of a data-parallel group that megarl starts. Collective.
-
-    An engine sees only its own devices, so its local rank is 0.
-    """
-    return {
-        "VLLM_DP_SIZE": str(group.size),
-        "VLLM_DP_RANK": str(group.rank),
-        "VLLM_DP_RANK_LOCAL": "0",
-        "VLLM_DP_MASTER_IP": group.host,
-        "VLLM_DP_MASTER_PORT": group.broadcast_from_first("vllm_port", lambda: str(free_ports(_PORTS))),
-    }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megarl.engines.partials import as_partial
-from megarl.types import Completion, Partial, TokenScores
+from megarl.types import Completion, DraftCount, Partial, TokenScores
 
 
 def completions(output: Any, prompt_top_k: int | None) -> list[Completion]:
@@ -97,3 +97,39 @@ def _prompt_scores(logprobs: Any, tokens: list[int], top_k: int) -> TokenScores:
         scores.top_tokens[position] = likeliest
         scores.top_log_probs[position] = [candidates[token].logprob for token in likeliest]
     return scores
+
+
+class DraftCounts:
+    """Counts of proposed and accepted tokens of drafts, by sample, from vLLM's scheduler. No sample has counts if this version
+    of vLLM does not report them by request."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._names: dict[str, list[str]] = {}  # by request: vLLM's names of its samples, in seed order
+        self._counts: dict[str, DraftCount] = {}  # by name
+        self._is_reported = hasattr(scheduler, "make_spec_decoding_stats")
+        if not self._is_reported:
+            return
+        original = scheduler.make_spec_decoding_stats
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            of_step = DraftCount(kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"])
+            self._counts[kwargs["request_id"]] = self._counts.get(kwargs["request_id"], DraftCount()) + of_step
+            return original(*args, **kwargs)
+
+        scheduler.make_spec_decoding_stats = count
+
+    def admit(self, key: str, states: Sequence[Any]) -> None:
+        """`states`: the RequestState of each of the request's samples."""
+        self._names[key] = [state.request_id for state in sorted(states, key=lambda state: state.request_index)]
+
+    def finish(self, key: str, samples: Sequence[Completion]) -> list[Completion]:
+        """Return the samples of a finished request, in seed order, with their counts."""
+        names = self._names.pop(key)
+        counts = [self._counts.pop(name, DraftCount()) for name in names]
+        if not self._is_reported:
+            return list(samples)
+        return [replace(sample, drafts=count) for sample, count in zip(samples, counts, strict=True)]
+
+    def cancel(self, key: str) -> None:
+        for name in self._names.pop(key):
+            self._counts.pop(name, None)

@@ -18,7 +18,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
-from megarl.engines.vllm import adapters, ascend, compat, cpu_collectives, cpu_routing
+from megarl.engines.vllm import adapters, ascend, compat, cpu_collectives
 from megarl.engines.vllm.layerwise_update import LayerwiseUpdate, check_complete, live_needed_slices
 from megarl.weight_sync.full.receiver import FullReceiver
 from megarl.weight_sync.session import Session, host_id
@@ -29,8 +29,9 @@ _SHOWN = 5  # names in an error
 
 if current_platform.is_cpu():
     compat.fix_expert_parallel_on_cpu()  # before any model is built
+    compat.fix_rejection_of_drafts_on_cpu()
     cpu_collectives.fix_uneven_collectives_on_cpu()
-    cpu_routing.fix_routing_biases_on_cpu()
+    compat.fix_routing_biases_on_cpu()
 
 
 class WorkerExtension:

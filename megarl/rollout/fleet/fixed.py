@@ -14,12 +14,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-from megarl.cluster.failures import ClusterError, Failure, MachineLost, ServiceDied, TooFewEngines
+from megarl.cluster.failures import ClusterError, Failure, MachineLost, TooFewEngines
 from megarl.errors import ProcessFailure, pluralize
 from megarl.recipe.judge import JUDGE, JudgeConfig, TeacherConfig
 from megarl.recipe.observe import Event
 from megarl.recipe.schema import Recipe
-from megarl.rollout.engine_handle import JudgeHandle, TeacherHandle
+from megarl.rollout.engine_handle import JudgeHandle, TeacherHandle, failed_in, is_death
 from megarl.rollout.fleet.states import MACHINE_SECONDS
 from megarl.types import Metrics
 
@@ -162,16 +162,14 @@ class FixedModelEngines(Generic[Handle]):
 
     def _is_lost(self, engine: int, process: _Process, error: BaseException) -> bool:
         """Return whether a call has failed because its process has died, and is made again."""
-        if not self._most or not isinstance(error, ClusterError):
-            return False
-        if error.failure.place.name != f"service {self.engines[engine].name}":
+        if not self._most or not failed_in(error, self.engines[engine].name):
             return False
         if process.is_dead:
             return True
         if self.engines[engine].service.stopping:
             return False  # the run ends
-        if not isinstance(error, ServiceDied) and not error.failure.cause.startswith("EngineDead:"):
-            return False  # a call that failed in an engine that lives
+        if not is_death(error):
+            return False
         self._die(engine, process, error.failure)
         return True
 

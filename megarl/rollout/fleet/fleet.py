@@ -31,7 +31,7 @@ from megarl.cluster.failures import (
 from megarl.engines.base import engine_name
 from megarl.errors import ProcessFailure, pluralize
 from megarl.recipe.observe import Event
-from megarl.rollout.engine_handle import EngineHandle, load_group
+from megarl.rollout.engine_handle import EngineHandle, failed_in, is_death, load_group
 from megarl.rollout.fleet.changing import ChangingFleet
 from megarl.rollout.fleet.groups import EngineGroups
 from megarl.rollout.fleet.states import MACHINE_SECONDS, Member
@@ -96,16 +96,15 @@ class Fleet(ChangingFleet):
 
         process: number of the engine's process when the call began.
         """
-        name = f"service {engine_name(engine)}"
-        if not isinstance(error, ClusterError) or error.failure.place.name != name:
+        if not failed_in(error, engine_name(engine)):
             return False
         with self.lock:
             if process != self._states.process(engine) or self._states.is_dead(engine):
                 return self._keeps_enough()
             if self.engines[engine].service.stopping:
                 return False  # the run ends
-            if not isinstance(error, ServiceDied) and not error.failure.cause.startswith("EngineDead:"):
-                return False  # a call that failed in an engine that lives
+            if not is_death(error):
+                return False
             if self._is_updating(engine) and not isinstance(error, ServiceDied):
                 self._interrupted = True  # an engine ends when its update is aborted; `restart_all` decides
                 return True

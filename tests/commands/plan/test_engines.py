@@ -67,6 +67,27 @@ def test_published_models(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.stack
+def test_a_draft_is_counted(tmp_path: Path) -> None:
+    """DeepSeek-V3's prediction layer: a decoder layer with 257 experts and a projection, by its config.json; embedding and output
+    layer are the policy's."""
+    (tmp_path / "config.json").write_text(json.dumps(published.read("DeepSeek-V3")))
+    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    specs = [spec(tmp_path), spec(tmp_path, engine_args=drafts)]
+    without, with_draft = count_ranks([engine_request("vllm", tmp_path, each) for each in specs], ENGINES)
+    experts, latent, projection = (
+        257 * 3 * 7168 * 2048,
+        7168 * 2112 + 24576 * 1536 + 512 * 32768 + 16384 * 7168,
+        2 * 7168**2,
+    )
+    layer = experts + latent + projection
+    assert with_draft["parameters"] - without["parameters"] == pytest.approx(layer, rel=1e-3)
+    assert with_draft["weights"] - without["weights"] == pytest.approx(2 * layer, rel=0.01)
+    assert with_draft["cache_per_token"] / without["cache_per_token"] == pytest.approx(62 / 61)
+    assert with_draft["received"] == without["received"]
+
+
+@pytest.mark.slow
+@pytest.mark.stack
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("experts", [False, True])
 def test_counted_bytes_equal_those_of_a_real_vllm_worker(name: str, experts: bool, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def test_host_memory_of_two_machines_by_hand() -> None:
         ({}, 16, True, {"offloaded": 4 * 2, "swapped": 4 * 8}),
         ({"algorithm__kl_coef": 0.1}, None, True, {"reference": 4 * 3}),
         ({}, None, False, {"asleep": None}),
+        ({"rollout__engine_args": {"speculative_config": {"method": "mtp"}}}, None, False, {"asleep": 4 * 4}),
         (
             {"weight_sync__route": "full"},
             None,

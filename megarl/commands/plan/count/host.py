@@ -18,6 +18,7 @@ from megarl.commands.plan.count.types import HostUse, PipelineStage, RankMemory,
 from megarl.commands.plan.environment import device_kind
 from megarl.commands.plan.show.units import GIB, Unit
 from megarl.engines.specs import fixed_models
+from megarl.engines.vllm.changing_weights import has_draft_weights
 from megarl.errors import pluralize
 from megarl.platform.device_table import Device
 from megarl.platform.kinds import is_accelerator, kind_of
@@ -198,7 +199,8 @@ def _saves_a_copy(recipe: Recipe, role: str, rank: int) -> bool:
 
 def _engine(occupants: Occupants, sharing: TimeSharing) -> dict[str, int]:
     recipe, rank, parts = occupants.recipe, occupants.engines.get(ROLLOUT), {}
-    if rank is not None and sharing.sleeps and (occupants.keeps_weights or wants_adapters(recipe)):
+    keeps = occupants.keeps_weights or wants_adapters(recipe) or has_draft_weights(recipe.rollout.engine_args)
+    if rank is not None and sharing.sleeps and keeps:
         parts[ASLEEP] = rank.asleep
     if rank is not None and update_rule(recipe) == "finish" and is_sharded(recipe):
         parts[STAGED] = rank.received
