@@ -105,7 +105,7 @@ def test_missing_columns_name_the_setting_that_renames_them(tmp_path, tokenizer)
         )
     with pytest.raises(ValueError, match=r"set data\.columns: \{prompt: NAME, response: NAME\}"):
         SFTDataset([tmp_path / "a.parquet"], tokenizer, DataConfig(), 100)
-    with pytest.raises(ValueError, match="no column 'prompt'; it has question, answer$"):
+    with pytest.raises(ValueError, match=r"no column 'prompt'; it has question, answer$"):
         list(iterate_rows(tmp_path / "a.parquet", ("prompt",)))
 
 
