@@ -18,6 +18,7 @@ from megarl.atomic_files import write_synced
 from megarl.rollout.admission import TriedGroup
 from megarl.rollout.begun_groups import BegunGroup
 from megarl.types import (
+    DraftCount,
     Group,
     InlineData,
     Partial,
@@ -177,9 +178,10 @@ def _read_teacher(prefix: str, vectors: Any) -> TokenScores | None:
 def _read_sample(values: dict[str, Any], data: InlineData) -> Sample:
     steps = tuple((token, reward) for token, reward in values.get("steps", ()))  # JSON has no tuples
     tool_use = ToolUse(**values["tool_use"]) if values.get("tool_use") else None
+    drafts = DraftCount(**values["drafts"]) if values.get("drafts") else None
     version = values.pop("version", 0)  # of checkpoints before `spans`
     spans = tuple(Span(**span) for span in values.get("spans", [{"start": 0, "version": version}]))
-    return Sample(**{**values, "data": data, "steps": steps, "tool_use": tool_use, "spans": spans})
+    return Sample(**{**values, "data": data, "steps": steps, "tool_use": tool_use, "drafts": drafts, "spans": spans})
 
 
 def _without_data(sample: Sample) -> Sample:

@@ -28,7 +28,7 @@ from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
 from megarl.recipe.trainers import ModelConfig
 from megarl.rollout.admission import TriedGroup
-from megarl.types import InlineData, SampleFailure, SampleImages, Span, ToolUse, Turn
+from megarl.types import DraftCount, InlineData, SampleFailure, SampleImages, Span, ToolUse, Turn
 from tests.support.checkpoint_parts import Trainers, names, saver, spoil, state, tried
 
 
@@ -50,6 +50,7 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     first.scoring_retries = 3
     first.sampled_again = {"unavailable": 2}
     first.samples[0].tool_use = ToolUse(turns=2, calls=1, seconds=0.5)
+    first.samples[0].drafts = DraftCount(7, 3)
     spoken = first.samples[0].data.get()[0]
     spoken.reason = "off by one"
     spoken.turns = (Turn("assistant", "one?", 3), Turn("tool", "2", 5, "add", {"a": 1}, seconds=0.5, reward=0.25))
