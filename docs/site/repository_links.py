@@ -65,7 +65,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: F
 
 
 def on_post_page(output: str, *, page: Any, config: MkDocsConfig) -> str:
-    """Let long dotted names in tables break after a dot, so that the columns beside them stay in view.
+    """Allow a line break after each dot of a long name in a table, which keeps the other columns in view.
 
     This is the last hook, after the search has read the page: a name in it stays one word.
     """

@@ -94,7 +94,7 @@ def test_a_row_may_lack_an_optional_column_but_not_every_row(tmp_path, tokenizer
 
 
 def test_missing_columns_name_the_setting_that_renames_them(tmp_path, tokenizer):
-    """In a recipe; `megarl data` reads other projects' files, whose columns no setting renames."""
+    """A recipe can rename columns. `megarl data` reads files of other projects, and has no such setting."""
     write_parquet(tmp_path / "a.parquet", [{"question": "q", "answer": "a"}])
     with pytest.raises(ValueError) as error:
         PromptDataset([tmp_path / "a.parquet"], tokenizer, DataConfig())
