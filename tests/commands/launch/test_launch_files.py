@@ -79,13 +79,23 @@ def sbatch(tmp_path):
 
 
 def test_slurm_starts_one_launcher_per_node_and_returns_its_status(sbatch, tmp_path):
-    job = sbatch("--", sys.executable, "-c", "import os; print(os.environ['HCCL_SOCKET_IFNAME']); raise SystemExit(5)",
-                 MEGARL_INTERFACE="bond0", RAY_ADDRESS=JOINED)  # fmt: skip
+    code = "import os; print(*(os.environ[f'{name}_SOCKET_IFNAME'] for name in ('HCCL', 'GLOO', 'TP', 'NCCL'))); raise SystemExit(5)"
+    job = sbatch("--", sys.executable, "-c", code, MEGARL_INTERFACE="bond0", RAY_ADDRESS=JOINED)
     output, _ = job.communicate(timeout=60)
-    assert (output, job.returncode) == ("bond0\n", 5)
+    assert (output, job.returncode) == ("bond0 bond0 bond0 bond0\n", 5)
     called = (tmp_path / "called").read_text().split()
     assert {"--ntasks=1", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"} <= set(called)
     assert "bash launch/multinode.sh -- " in " ".join(called)
+
+
+@pytest.mark.parametrize(
+    ("environ", "devices"),
+    [({}, "16"), ({"SLURM_GPUS_ON_NODE": "8"}, "8"), ({"SLURM_GPUS_ON_NODE": "8", "DEVICES_PER_NODE": "4"}, "4")],
+)
+def test_slurm_counts_the_gpus_of_a_node(sbatch, environ, devices):
+    code = "import os; print(os.environ['DEVICES_PER_NODE'])"
+    job = sbatch("--", sys.executable, "-c", code, RAY_ADDRESS=JOINED, **{"DEVICES_PER_NODE": "", **environ})
+    assert job.communicate(timeout=60)[0] == f"{devices}\n"
 
 
 def test_slurm_forwards_the_preemption_signal_to_the_run(sbatch):
