@@ -1,5 +1,5 @@
-"""What engines of the policy need because their weights come from the trainers and change: caches on the device alone, and
-drafts of speculative decoding with the weights of a checkpoint.
+"""Rules for engines of the policy, which receive changing weights from the trainers: caches on the device alone, and drafts of
+speculative decoding with the weights of a checkpoint.
 
 A draft proposes the next tokens, and the policy accepts or replaces them, so that samples have the policy's distribution
 whatever the draft's weights (arXiv 2211.17192). Updates bring the policy alone: a draft keeps its weights, except for the
