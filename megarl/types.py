@@ -25,8 +25,23 @@ class PromptImage:
     where: str  # "train.parquet, row 17, image 0": for error messages
     data: bytes | None = field(repr=False)  # the bytes of a PNG, JPEG, ... file; None: read `path`
     path: str  # "" if `data` is set
-    tokens: int  # number of placeholder tokens in the prompt
+    tokens: int  # number of placeholder tokens in the prompt; 0 for a frame of a video
     start: int = 0  # index of the first placeholder
+
+
+@dataclass(frozen=True)
+class PromptVideo:
+    """One video of a prompt: encoded frames in the order of time, decoded when the prompt is sampled.
+
+    Example: 5 frames for Qwen3-VL make 3 runs of placeholders, one per pair of frames; the last frame is repeated:
+    ``PromptVideo("train.parquet, row 17, video 0", frames, fps=2.0, tokens=12, starts=(9, 35, 61))``.
+    """
+
+    where: str
+    frames: tuple[PromptImage, ...]
+    fps: float  # frames per second
+    tokens: int  # number of placeholder tokens of each run
+    starts: tuple[int, ...]  # index of the first placeholder of each run
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,7 @@ class Prompt:
     question: str = ""  # text of the row's messages, without the chat template's
     messages: tuple[dict[str, Any], ...] = ()  # the row's messages, if a scorer reads them
     images: tuple[PromptImage, ...] = ()  # in the order of their placeholders in `tokens`, which are expanded
+    videos: tuple[PromptVideo, ...] = ()  # likewise
 
 
 @dataclass(frozen=True)
@@ -62,15 +78,19 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SampleImages:
-    """The images of one sample as input of the model's vision tower, in token order.
+    """The images and videos of one sample as input of the model's vision tower, in token order.
+
+    Each run of placeholder tokens is an image here: a picture, a video of Qwen2.5-VL, or one time step (temporal patch: two frames)
+    of a video of Qwen3-VL.
 
     Example: an image of 4 x 6 patches, 2 x 2 patches per token; its 6 tokens start at index 3:
     ``SampleImages(pixels=array [24, 1176], grids=array([[1, 4, 6]]), starts=array([3]))``.
     """
 
     pixels: np.ndarray  # float32 [patches of all images, values per patch]
-    grids: np.ndarray  # int64 [images, 3]: frames (1), rows and columns of patches
+    grids: np.ndarray  # int64 [images, 3]: time steps (more than 1: a video), rows and columns of patches
     starts: np.ndarray  # int64 [images]: index of each image's first placeholder token
+    seconds: np.ndarray | None = None  # float64 [images]: from time step to time step; None: every image has one step
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ sft_trainer_ray. A run that only evaluates (`trainer.val_only`) becomes a recipe
 
 ## Data
 
-verl's parquet files are read as they are: `prompt`, `data_source`, `reward_model`, `extra_info`, `images`, and `messages` for SFT.
+verl's parquet files are read as they are: `prompt`, `data_source`, `reward_model`, `extra_info`, `images`, `videos` (as frames), and `messages` for SFT.
 
 | verl | megarl |
 |---|---|

@@ -73,7 +73,9 @@ def table() -> str:
         cases = [case for case in [*PARITY, *VL] if case["model"] in tiny]
         quick = _layouts(case for case in cases if not case["slow"])
         slow = [name for name in _layouts(cases) if name not in quick]
-        engine = "with images" if family.tower else _PRECISION.get(kind, "float32") if kind in SAMPLED else "no"
+        engine = (
+            "with images and videos" if family.tower else _PRECISION.get(kind, "float32") if kind in SAMPLED else "no"
+        )
         scaling = ", ".join(word for word in family.rotary if word not in ("default", "mrope")) or "-"
         cells = [
             f"`{kind}`",

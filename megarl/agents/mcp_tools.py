@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from megarl.agents import Answer, Context, Tool, ToolUnavailable
@@ -25,8 +26,9 @@ READ_SECONDS = 300.0  # a server may keep a stream open
 class McpTools:
     """A `Caller` with one connection to one server, opened again after a loss. Belongs to one event loop."""
 
-    def __init__(self, name: str, server: McpServer) -> None:
-        self.name, self.server = name, server
+    def __init__(self, name: str, server: McpServer, *, reads_images: bool = False) -> None:
+        """`reads_images`: of the model; otherwise a note takes the place of an image."""
+        self.name, self.server, self._reads_images = name, server, reads_images
         self.service = f"MCP server {name!r}" + (f" ({url_without_secrets(server.url)})" if server.url else "")
         self._client: Any = None
         self._lost: asyncio.Event | None = None
@@ -73,8 +75,8 @@ class McpTools:
 
         began = time.monotonic()
 
-        def outcome(text: str, failure: Failure = "") -> CallOutcome:
-            return CallOutcome(Answer(text), time.monotonic() - began, failure)
+        def outcome(text: str, failure: Failure = "", images: tuple[bytes, ...] = ()) -> CallOutcome:
+            return CallOutcome(Answer(text, images=images), time.monotonic() - began, failure)
 
         try:
             result = await asyncio.wait_for(client.call_tool(name, arguments), timeout)
@@ -90,7 +92,9 @@ class McpTools:
         except Exception as error:
             await self._check_connection(client)
             raise ToolUnavailable(f"MCP server {self.name!r} failed: {_plain(error)}") from error
-        return outcome(text_of(result), "error" if result.is_error else "")
+        pictures = [part for part in result.content if part.type == "image"] if self._reads_images else []
+        images = tuple(base64.b64decode(part.data) for part in pictures)
+        return outcome(text_of(result, without=pictures), "error" if result.is_error else "", images)
 
     async def _check_connection(self, client: Any) -> None:
         """Give up the connection if the server no longer answers; other calls may use it."""
@@ -149,10 +153,11 @@ class McpTools:
             self._lost.set()
 
 
-def text_of(result: Any) -> str:
-    """Return the text of a CallToolResult, with a note in place of other content."""
-    parts = [part.text if part.type == "text" else f"[{part.type}, which is not text]" for part in result.content]
-    if not parts and result.structured_content is not None:
+def text_of(result: Any, without: Sequence[Any] = ()) -> str:
+    """Return the text of a CallToolResult, with a note in place of other content. `without`: its content that is left out."""
+    content = [part for part in result.content if part not in without]
+    parts = [part.text if part.type == "text" else f"[{part.type}, which is not text]" for part in content]
+    if not result.content and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
     return "\n".join(parts)
 

@@ -19,6 +19,7 @@ from megarl.agents.tool_responses import AnswerTokens, ReplyTokens
 from megarl.agents.toolbox import Caller, Toolbox
 from megarl.agents.trajectory import AgentLoop, SampleLoop
 from megarl.cluster.call_gate import CallGate, CallGates
+from megarl.data.images import ImageReader
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import NotHereError, RecipeError, as_recipe_error
 from megarl.recipe.agent import AgentConfig
@@ -55,9 +56,16 @@ class AgentSetup:
 class Agents:
     """An agent loop with the processes and connections of its tools. Belongs to one event loop."""
 
-    def __init__(self, setup: AgentSetup, tokenizer: Tokenizer, gates: CallGates | None = None) -> None:
-        """`gates`: of the process; None: of these tools alone."""
+    def __init__(
+        self,
+        setup: AgentSetup,
+        tokenizer: Tokenizer,
+        gates: CallGates | None = None,
+        images: ImageReader | None = None,
+    ) -> None:
+        """`gates`: of the process; None: of these tools alone. `images`: of the model, for answers of tools."""
         self._setup, self._tokenizer, self._gates = setup, tokenizer, gates or CallGates()
+        self._images = images if images is not None and images.reads_images else None
         agent = setup.agent
         self._paths = {agents.find(path).name: path for path in agents.tool_paths(agent.tools)}
         if agent.interaction:
@@ -82,7 +90,7 @@ class Agents:
             callers.update(dict.fromkeys(self._paths, self._python))
             gates.update({tool.name: self._gates.of(tool.title) for tool in tools})
         for name, server in agent.mcp.items():
-            connection = McpTools(name, server)
+            connection = McpTools(name, server, reads_images=self._images is not None)
             self._servers.append(connection)
             offered = await connection.tools()
             callers.update({tool.name: connection for tool in offered})
@@ -96,7 +104,7 @@ class Agents:
             agent,
             chosen_format(agent, self._tokenizer) if agent.uses_tools else None,
             self._tokenizer,
-            AnswerTokens(*arguments) if agent.uses_tools else None,
+            AnswerTokens(*arguments, images=self._images) if agent.uses_tools else None,
             toolbox,
             ReplyTokens(*arguments) if agent.interaction else None,
         )

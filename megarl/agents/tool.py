@@ -53,6 +53,8 @@ class Answer:
 
     text: str
     reward: float = 0.0
+    images: tuple[Any, ...] = field(default=(), kw_only=True)
+    """For a model that reads images: encoded files as bytes (PNG, JPEG, ...), or Pillow images. The policy reads them before `text`."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import math
 from collections.abc import Callable
@@ -149,12 +150,30 @@ def _answer_of(tool: Tool, result: Any) -> Answer:
     the policy's."""
     if not isinstance(result, Answer):
         return Answer(as_text(result))
-    text, reward = result.text, result.reward
+    text, reward, images = result.text, result.reward, result.images
     if not isinstance(text, str):
         raise ToolFault(f"the text of its answer is {text!r} ({type(text).__name__})")
     if not isinstance(reward, (Real, np.bool_)) or not math.isfinite(reward):
         raise ToolFault(f"the reward of its answer is {reward!r}, not a finite number")
-    return replace(result, text=str(text), reward=float(reward))
+    if not isinstance(images, (list, tuple)):
+        raise ToolFault(f"the images of its answer are a {type(images).__name__}, not a list")
+    encoded = tuple(_encoded(image, number) for number, image in enumerate(images))
+    return replace(result, text=str(text), reward=float(reward), images=encoded)
+
+
+def _encoded(image: Any, number: int) -> bytes:
+    """Return an image of an answer as an encoded file. Raises ToolFault."""
+    if isinstance(image, bytes):
+        return image
+    from PIL import Image
+
+    if not isinstance(image, Image.Image):
+        raise ToolFault(
+            f"image {number} of its answer is neither bytes nor a Pillow image, but a {type(image).__name__}"
+        )
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def as_text(result: Any) -> str:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from megarl.agents.tool import ToolFault
+from megarl.agents.toolbox import ToolAnswer
+from megarl.data.images import ImageReader
 from megarl.data.tokenizer import Tokenizer
+from megarl.types import Prompt, PromptImage, SampleImages
 
 _CALL = {"id": "call_0", "type": "function", "function": {"name": "tool", "arguments": "{}"}}
 _TALK: list[list[dict[str, Any]]] = [  # conversations that end with a call; templates accept different ones
@@ -59,13 +66,16 @@ class AnswerTokens(_Messages):
     from the end token of the policy's turn on, is the text between two turns.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template_args: dict[str, Any], most: int) -> None:
-        """`most`: tokens of an answer.
+    def __init__(
+        self, tokenizer: Tokenizer, template_args: dict[str, Any], most: int, images: ImageReader | None = None
+    ) -> None:
+        """`most`: tokens of an answer's text. `images`: reader of answers' images; None: answers have none.
 
         Raises:
             ValueError: the chat template cannot append tool messages to a conversation.
         """
         super().__init__(tokenizer, template_args, most)
+        self._images = images
         self._talk, self._rest = self._find_talk()
 
     def tokens(self, answers: Sequence[tuple[str, str]]) -> list[int]:
@@ -73,9 +83,60 @@ class AnswerTokens(_Messages):
 
         `answers`: (tool name, text) of each tool message.
         """
-        messages = [
-            {"role": "tool", "content": text, "name": self._harmless(name), "tool_call_id": f"call_{number}"}
-            for number, (name, text) in enumerate(answers)
+        return self._encode(answers)
+
+    def with_images(
+        self, answers: Sequence[tuple[str, str]], images: Sequence[Sequence[PromptImage]]
+    ) -> tuple[list[int], SampleImages | None]:
+        """Return the tokens as `tokens` does, and the images of all answers, with starts relative to these tokens.
+
+        `images`: of each answer; they come before its text.
+
+        Raises:
+            ValueError: the chat template does not write one placeholder for each image, or an image cannot be decoded.
+        """
+        ids = np.array(self._encode(answers, [len(answer_images) for answer_images in images]))
+        flat = [image for answer_images in images for image in answer_images]
+        if not flat:
+            return ids.tolist(), None
+        assert self._images is not None, "images were read"
+        places = np.flatnonzero(ids == self._images.token)
+        if len(places) != len(flat):
+            raise ValueError(
+                f"the chat template in {self.tokenizer.directory} writes {len(places)} placeholders (token {self._images.token}) for "
+                f"{len(flat)} images in tool messages: use a template that writes images of the role `tool`, as Qwen3-VL's does"
+            )
+        counts = np.ones(len(ids), dtype=np.int64)
+        counts[places] = [image.tokens for image in flat]
+        starts = (np.cumsum(counts) - counts)[places].tolist()
+        placed = tuple(replace(image, start=start) for image, start in zip(flat, starts, strict=True))
+        return ids.repeat(counts).tolist(), self._images.prepare(Prompt("", (), "", "", images=placed))
+
+    def read(self, answer: ToolAnswer) -> tuple[PromptImage, ...]:
+        """Return the images of an answer. Raises ToolFault for one that cannot be read."""
+        name = answer.turn.name
+        try:
+            if answer.images and self._images is None:
+                raise ValueError("the model reads no images")
+            return tuple(
+                self._images.encoded(image, f"image {number} of the answer of tool {name!r}")
+                for number, image in enumerate(answer.images)
+                if self._images is not None
+            )
+        except ValueError as error:
+            fault = ToolFault(f"its answer has images: {error}")
+            fault.source = f"tool {name!r}"
+            raise fault from error
+
+    def _encode(self, answers: Sequence[tuple[str, str]], images: Sequence[int] = ()) -> list[int]:
+        """Return the tokens, with one placeholder for each image. `images`: number of each answer's."""
+        contents = [
+            [*({"type": "image"} for _ in range(count)), {"type": "text", "text": text}] if count else text
+            for (_, text), count in zip(answers, images or [0] * len(answers), strict=True)
+        ]
+        messages: list[dict[str, Any]] = [
+            {"role": "tool", "content": content, "name": self._harmless(name), "tool_call_id": f"call_{number}"}
+            for number, ((name, _), content) in enumerate(zip(answers, contents, strict=True))
         ]
         talk = _calling(self._talk, messages[0]["name"])
         before, whole = self._render(talk, generate=False), self._render([*talk, *messages], generate=True)

@@ -40,6 +40,14 @@ class CallOutcome:
     failure: Failure = ""
 
 
+@dataclass(frozen=True)
+class ToolAnswer:
+    """A tool's turn, and the images that the policy reads before its text."""
+
+    turn: Turn
+    images: tuple[bytes, ...] = ()  # encoded files
+
+
 class Caller(Protocol):
     """Runs tools: in worker processes, or at a server."""
 
@@ -109,16 +117,16 @@ class Toolbox:
 
     async def call(
         self, call: ToolCall, context: Context, seconds_left: float, state: SampleCaller | None = None
-    ) -> Turn:
-        """Return the tool turn for `call`, with its whole text. Raises ToolUnavailable after all attempts.
+    ) -> ToolAnswer:
+        """Return the answer to `call`, with its whole text. Raises ToolUnavailable after all attempts.
 
         `state`: the sample's, from `open_sample`.
         """
         problem = self._problem_of(call)
         if problem:
-            return refused(call, problem)
+            return ToolAnswer(refused(call, problem))
         outcome = await self._attempts(call, context, min(self._timeout, seconds_left), state)
-        return Turn(
+        turn = Turn(
             "tool",
             outcome.answer.text,
             name=call.name,
@@ -127,6 +135,7 @@ class Toolbox:
             seconds=outcome.seconds,
             reward=outcome.answer.reward,
         )
+        return ToolAnswer(turn, outcome.answer.images)
 
     async def reply(
         self, messages: list[dict[str, Any]], context: Context, seconds_left: float, state: SampleCaller | None
@@ -141,6 +150,10 @@ class Toolbox:
         reply = outcome.answer
         if not isinstance(reply, Reply):
             fault = ToolFault(reply.text.removeprefix("Error: "), cast("FailureKind", outcome.failure))
+            fault.source = self._titles[call.name]
+            raise fault
+        if reply.images:
+            fault = ToolFault("its reply has images; only answers of tools may have some")
             fault.source = self._titles[call.name]
             raise fault
         return Turn("user", reply.text, seconds=outcome.seconds, reward=reply.reward), reply.ends

@@ -16,8 +16,9 @@ import numpy as np
 from megarl.agents import Context, ToolUnavailable
 from megarl.agents.call_formats import ToolCall, calls_in
 from megarl.agents.tool_responses import AnswerTokens, ReplyTokens
-from megarl.agents.toolbox import SampleCaller, Toolbox, refused
+from megarl.agents.toolbox import SampleCaller, ToolAnswer, Toolbox, refused
 from megarl.cluster.outages import wait_before
+from megarl.data.images import joined
 from megarl.data.tokenizer import Tokenizer
 from megarl.recipe.agent import AgentConfig
 from megarl.types import (
@@ -27,6 +28,7 @@ from megarl.types import (
     GenerationRequest,
     Prompt,
     SampleFailure,
+    SampleImages,
     Span,
     ToolUse,
     Turn,
@@ -49,6 +51,7 @@ class Trajectory:
     ends: tuple[int, ...]  # index in the response after the last token of each policy turn
     finish_reason: str
     routed_experts: np.ndarray | None = None  # int16 [prompt + R, layers, topk]
+    images: SampleImages | None = None  # of the prompt and of tools' answers; None: only the prompt's, if any
     failure: SampleFailure | None = None  # a tool was unavailable, and the sample ended early
     sampled_again: tuple[FailureKind, ...] = ()  # causes of failures after which it was sampled again from its start
     spans: tuple[Span, ...] = (Span(0, 0),)  # weights that sampled the response; tool tokens belong to the turn before
@@ -106,6 +109,7 @@ class _Written:
     ends: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     drafts: DraftCount | None = None
+    images: SampleImages | None = None  # of the prompt and the response
     length: int = 0
 
     def add(self, tokens: np.ndarray, log_probs: np.ndarray | None) -> None:
@@ -190,7 +194,7 @@ class AgentLoop:
         context: Context,
         state: SampleCaller | None,
     ) -> Trajectory:
-        written, left = _Written(), self.settings.max_tool_seconds
+        written, left = _Written(images=request.images), self.settings.max_tool_seconds
         experts: np.ndarray | None = None
         failure: SampleFailure | None = None
         completion = await first
@@ -201,8 +205,9 @@ class AgentLoop:
             if reason:
                 break
             try:
+                images = None
                 if calls:
-                    answers, between = await self._answer(calls, context, left, state)
+                    answers, between, images = await self._answer(calls, context, left, state)
                 else:
                     answers, between = await self._reply(request.prompt, written, context, left, state)
             except ToolUnavailable as error:
@@ -216,6 +221,7 @@ class AgentLoop:
                 break
             shares = [len(between) // len(answers) + (n < len(between) % len(answers)) for n in range(len(answers))]
             written.turns += [replace(turn, tokens=share) for turn, share in zip(answers, shares, strict=True)]
+            written.images = joined(written.images, images, len(request.prompt.tokens) + written.length)
             written.add(np.array(between), None)
             completion = await sample(_next_request(request, written, room))
         if failure is None and state is not None:
@@ -228,6 +234,7 @@ class AgentLoop:
             ends=tuple(written.ends),
             finish_reason="failed" if failure is not None else reason,
             routed_experts=experts,
+            images=written.images,
             failure=failure,
             spans=tuple(written.spans),
             drafts=written.drafts,
@@ -271,23 +278,27 @@ class AgentLoop:
 
     async def _answer(
         self, calls: list[ToolCall], context: Context, seconds_left: float, state: SampleCaller | None
-    ) -> tuple[list[Turn], list[int]]:
-        """Make the calls of one turn concurrently; returns their tool turns, in the order of the calls, and the tokens up to the
-        policy's next turn."""
+    ) -> tuple[list[Turn], list[int], SampleImages | None]:
+        """Make the calls of one turn concurrently; returns their tool turns, in the order of the calls, the tokens up to the
+        policy's next turn, and the answers' images, with starts relative to the first of these tokens."""
         assert self.answers is not None, "no tool can be called"
         most, tokens = self.settings.max_calls_per_turn, self.answers
-        turns: list[Turn] = []
+        tool_answers: list[ToolAnswer] = []
         for answer in await asyncio.gather(
             *(self.tools.call(call, context, seconds_left, state) for call in calls[:most]), return_exceptions=True
         ):
             if isinstance(answer, BaseException):  # raised when all calls have ended
                 raise answer
-            turns.append(answer)
+            tool_answers.append(answer)
         problem = f"a turn may make {most} calls; this one was not made"
-        answers = [*turns, *(refused(call, problem) for call in calls[most:])]
-        shown = await asyncio.to_thread(lambda: [tokens.shown(turn.text) for turn in answers])
-        answers = [replace(turn, text=text) for turn, text in zip(answers, shown, strict=True)]
-        return answers, await asyncio.to_thread(tokens.tokens, [(turn.name, turn.text) for turn in answers])
+        tool_answers += [ToolAnswer(refused(call, problem)) for call in calls[most:]]
+
+        def read() -> tuple[list[Turn], list[int], SampleImages | None]:
+            images = [tokens.read(answer) for answer in tool_answers]
+            turns = [replace(answer.turn, text=tokens.shown(answer.turn.text)) for answer in tool_answers]
+            return turns, *tokens.with_images([(turn.name, turn.text) for turn in turns], images)
+
+        return await asyncio.to_thread(read)
 
     async def _reply(
         self, prompt: Prompt, written: _Written, context: Context, seconds_left: float, state: SampleCaller | None
@@ -320,6 +331,7 @@ def _next_request(request: GenerationRequest, written: _Written, room: int) -> G
     return replace(
         request,
         prompt=Prompt(prompt.uid, tokens, prompt.text, prompt.data_source),
+        images=written.images,
         sampling=replace(request.sampling, max_tokens=room),
         seed=turn_seed(request.seed, len(written.ends)),
     )

@@ -172,7 +172,7 @@ class VerlToolState:
         self._instance = created[0] if isinstance(created, tuple) else created
 
     async def call(self, **parameters: Any) -> Answer:
-        """Execute a call. Raises ToolFault for an answer that is not text."""
+        """Execute a call. Raises ToolFault for an answer with a video."""
         execute = self._tool.execute
         keywords = dict(self._kwargs.get("execute_kwargs") or {})
         if _accepts(execute, "agent_data"):
@@ -182,10 +182,9 @@ class VerlToolState:
         self._data.tool_rewards.append(reward)
         if isinstance(response, str):  # earlier versions of verl
             return Answer(response, reward)
-        for kind in ("image", "video"):
-            if getattr(response, kind, None):
-                raise ToolFault(f"it answered with {kind} data, and tool messages are text")
-        return Answer(response.text or "", reward)
+        if getattr(response, "video", None):
+            raise ToolFault("it answered with video data, and tool messages are text and images")
+        return Answer(response.text or "", reward, images=tuple(getattr(response, "image", None) or ()))
 
     async def reward(self) -> float:
         reward: float = await self._tool.calc_reward(self._instance, **(self._kwargs.get("calc_reward_kwargs") or {}))

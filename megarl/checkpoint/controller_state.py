@@ -34,7 +34,7 @@ from megarl.types import (
 
 _VECTORS = ("tokens", "loss_mask", "rollout_log_probs", "routed_experts")
 _TEACHER = ("log_probs", "top_tokens", "top_log_probs")
-_IMAGES = ("pixels", "grids", "starts")
+_IMAGES = ("pixels", "grids", "starts", "seconds")
 _PARTIAL_VECTORS = ("tokens", "log_probs")
 
 
@@ -104,9 +104,11 @@ def _read_begun(items: list[dict[str, Any]], vectors: Any) -> dict[int, BegunGro
 def write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, Any]:
     """Return the plain values of a group, as JSON has them, and add the vectors of its samples to `vectors`."""
     group = item.group
-    texts = []
-    for index, sample in enumerate(group.samples[0].data.get()):
-        texts.append({"text": sample.text, "reason": sample.reason, "turns": [asdict(turn) for turn in sample.turns]})
+    texts, tokens = [], group.samples[0].data.get()
+    first_images = tokens[0].images if tokens else None
+    for index, sample in enumerate(tokens):
+        written = {"text": sample.text, "reason": sample.reason, "turns": [asdict(turn) for turn in sample.turns]}
+        texts.append(written | ({"without_images": True} if sample.images is None else {}))
         for name in _VECTORS:
             if (vector := getattr(sample, name)) is not None:
                 vectors[f"{group.number}.{index}.{name}"] = vector
@@ -114,8 +116,12 @@ def write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, A
             vectors.update(
                 {f"{group.number}.{index}.teacher.{name}": getattr(sample.teacher, name) for name in _TEACHER}
             )
-        if sample.images is not None:  # shared by all samples of the group
-            vectors.update({f"{group.number}.images.{name}": getattr(sample.images, name) for name in _IMAGES})
+        if sample.images is not None:
+            # Samples share the prompt's images; an answer of a tool may have added others.
+            place = f"{group.number}" if sample.images is first_images else f"{group.number}.{index}"
+            for name in _IMAGES:
+                if (vector := getattr(sample.images, name)) is not None:
+                    vectors[f"{place}.images.{name}"] = vector
     samples = [{**asdict(_without_data(sample)), "data": None} for sample in group.samples]
     return {
         "accepted": item.accepted,
@@ -134,21 +140,20 @@ def write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, A
 
 def read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
     """Return the group that `write_group` has written. vectors: its vectors, by name."""
-    number, images = item["number"], None
+    number = item["number"]
     if "words" not in item:
         raise ValueError(
             "waiting groups in this checkpoint were written by an earlier megarl with another text format: resume with that "
             "version, or start a new run from its exported weights"
         )
-    if f"{number}.images.{_IMAGES[0]}" in vectors:
-        images = SampleImages(**{name: vectors[f"{number}.images.{name}"] for name in _IMAGES})
+    shared = _read_images(f"{number}", vectors)
     data = InlineData(
         [
             SampleTokens(
                 text=texts["text"],
                 reason=texts["reason"],
                 turns=tuple(Turn(**turn) for turn in texts["turns"]),
-                images=images,
+                images=None if texts.get("without_images") else _read_images(f"{number}.{index}", vectors) or shared,
                 teacher=_read_teacher(f"{number}.{index}.teacher", vectors),
                 **{name: vectors[key] for name in _VECTORS if (key := f"{number}.{index}.{name}") in vectors},
             )
@@ -167,6 +172,13 @@ def read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
         judge_seconds=item.get("judge_seconds", 0.0),
     )
     return TriedGroup(group, item["accepted"])
+
+
+def _read_images(prefix: str, vectors: Any) -> SampleImages | None:
+    names = {name: f"{prefix}.images.{name}" for name in _IMAGES}
+    if names[_IMAGES[0]] not in vectors:
+        return None
+    return SampleImages(**{name: vectors[key] for name, key in names.items() if key in vectors})
 
 
 def _read_teacher(prefix: str, vectors: Any) -> TokenScores | None:

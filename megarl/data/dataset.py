@@ -50,7 +50,9 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
     optional: Sequence[str]  # columns that are read if present
     source: ClassVar[str]  # data source of a row without one
     per_row: ClassVar[int] = 1  # texts per row that `encode` returns
-    text_only: ClassVar[str] = "demonstrations and preferences must be text only; train.source: rollout reads images"
+    text_only: ClassVar[str] = (
+        "demonstrations and preferences must be text only; train.source: rollout reads images and videos"
+    )
     too_long: ClassVar[str]  # "prompts are longer than data.max_prompt_length"
 
     def __init__(

@@ -6,31 +6,23 @@ The sampling process decodes the pixels once, for engine and trainer.
 
 from __future__ import annotations
 
-import io
 import json
-import re
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from megarl.data.cache import Encoded
+from megarl.data.image_files import decode, encoded_image, size_of
 from megarl.data.rows import Row
+from megarl.data.videos import VideoReader
 from megarl.hf import hub
 from megarl.hf.families import has_tower
 from megarl.recipe.data import DataConfig
 from megarl.types import Prompt, PromptImage, SampleImages
 
-if TYPE_CHECKING:
-    from PIL import Image
-
-PLACEHOLDER = "<image>"  # in a row's text, as in verl
-MAX_PIXELS = 89_478_485  # Pillow's limit, above which Pillow itself only warns
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # not EPS: Pillow runs an external program to read it
 _PREPARED = {"pixel_values", "image_grid_thw"}
 _LOADING = threading.Lock()
 
@@ -61,42 +53,84 @@ class ImageReader:
         processor = self._processor()
         return int(processor.get_number_of_image_patches(height, width)) // int(processor.merge_size) ** 2
 
+    @property
+    def videos(self) -> VideoReader:
+        """Reader of the prompts' videos, with the same limits for each frame."""
+        return VideoReader(self.directory, self.min_pixels, self.max_pixels)
+
     def prepare(self, prompt: Prompt) -> SampleImages | None:
-        """Return the vision tower's inputs for the prompt's images; None without images.
+        """Return the vision tower's inputs for the prompt's images and videos; None without any.
 
         Raises:
             ValueError: a file has changed or cannot be decoded; names the row.
         """
-        if not prompt.images:
+        parts = [(image.start, *self._prepare(image), 0.0) for image in prompt.images]
+        parts += [part for video in prompt.videos for part in self.videos.prepare(video)]
+        if not parts:
             return None
-        processor = self._processor()
-        prepared = [self._prepare(processor, image) for image in prompt.images]
+        starts, pixels, grids, seconds = zip(*sorted(parts, key=lambda part: part[0]), strict=True)
         return SampleImages(
-            pixels=np.concatenate([pixels for pixels, _ in prepared]),
-            grids=np.concatenate([grid for _, grid in prepared]),
-            starts=np.array([image.start for image in prompt.images], dtype=np.int64),
+            pixels=np.concatenate(pixels),
+            grids=np.array(grids, dtype=np.int64),
+            starts=np.array(starts, dtype=np.int64),
+            seconds=np.array(seconds) if any(steps > 1 for steps, _, _ in grids) else None,
         )
+
+    @property
+    def reads_images(self) -> bool:
+        """True if the model has a vision tower."""
+        try:
+            return self.token >= 0
+        except ValueError:
+            return False
+
+    def encoded(self, image: bytes, where: str) -> PromptImage:
+        """Return an image that is not of a row, with its number of tokens. `where`: for messages.
+
+        Raises:
+            ValueError: it is not an image, or the model reads none.
+        """
+        self.token  # noqa: B018 - raises if the model reads no images
+        return _image(image, where, Path(), self)
 
     def _processor(self) -> Any:
         with _LOADING:  # several threads prepare images
             return _load(self)
 
-    def _prepare(self, processor: Any, image: PromptImage) -> tuple[np.ndarray, np.ndarray]:
-        """Return (float32 [patches, values per patch], int64 [1, 3])."""
-        with _open(image) as opened:
-            try:
-                pixels = _to_rgb(opened)
-            except Exception as error:  # a decoder may raise any exception
-                raise ValueError(f"{image.where} cannot be decoded: {error}") from error
-        inputs = processor(images=[pixels], return_tensors="np")
-        grid = inputs["image_grid_thw"].astype(np.int64)
+    def _prepare(self, image: PromptImage) -> tuple[np.ndarray, list[int]]:
+        """Return (float32 [patches, values per patch], grid: 1, rows and columns of patches)."""
+        processor = self._processor()
+        inputs = processor(images=[decode(image)], return_tensors="np")
+        (grid,) = inputs["image_grid_thw"].astype(np.int64)
         tokens = int(grid.prod()) // int(processor.merge_size) ** 2
         if tokens != image.tokens:
             raise ValueError(
                 f"{image.where} takes {tokens} tokens; it took {image.tokens} when its row was read. Do not change the "
                 "files of a data set during a run"
             )
-        return inputs["pixel_values"].astype(np.float32), grid
+        return inputs["pixel_values"].astype(np.float32), grid.tolist()
+
+
+def joined(first: SampleImages | None, second: SampleImages | None, offset: int) -> SampleImages | None:
+    """Return the images of both in one sample. `offset`: index, in the sample, of the token at which the starts of `second` begin."""
+    if second is None:
+        return first
+    moved = replace(second, starts=second.starts + offset)
+    if first is None:
+        return moved
+    seconds = None
+    if first.seconds is not None or second.seconds is not None:
+        seconds = np.concatenate([_seconds(images) for images in (first, second)])
+    return SampleImages(
+        pixels=np.concatenate([first.pixels, moved.pixels]),
+        grids=np.concatenate([first.grids, moved.grids]),
+        starts=np.concatenate([first.starts, moved.starts]),
+        seconds=seconds,
+    )
+
+
+def _seconds(images: SampleImages) -> np.ndarray:
+    return np.zeros(len(images.starts)) if images.seconds is None else images.seconds
 
 
 def read_images(row: Row, file: Path, reader: ImageReader | None) -> tuple[PromptImage, ...]:
@@ -105,10 +139,6 @@ def read_images(row: Row, file: Path, reader: ImageReader | None) -> tuple[Promp
     Raises:
         ValueError: the column is not a list of images, an image cannot be read, or the model reads no images.
     """
-    if row.values.get("videos"):
-        raise ValueError(
-            f"{row.where}: column 'videos' is not empty, and videos cannot be read yet. Leave such rows out"
-        )
     values = row.get("images", list) or []
     if not values:
         return ()
@@ -124,110 +154,13 @@ def read_images(row: Row, file: Path, reader: ImageReader | None) -> tuple[Promp
     )
 
 
-def with_image_parts(row: Row, messages: Sequence[dict[str, Any]], chat_template: bool) -> list[dict[str, Any]]:
-    """Convert messages for chat templates: each `<image>` in a text becomes an image part.
-
-    `row` has the number of its images in the column `images`. Contents that are lists of parts stay unchanged.
-
-    Raises:
-        ValueError: the chat template is off, or the row has a different number of placeholders than of images.
-    """
-    count = row.get("images", int)
-    if count is None:
-        return list(messages)
-    messages = [{**message, "content": _parts(message["content"])} for message in messages] if count else list(messages)
-    placeholders = sum(_placeholders(message["content"]) for message in messages)
-    if placeholders != count:
-        raise ValueError(
-            f"the prompt has {placeholders} {PLACEHOLDER} and the column 'images' has {count}: each image "
-            f"needs one {PLACEHOLDER}, where it belongs in the text"
-        )
-    if count and not chat_template:
-        raise ValueError("images need a chat template: set data.chat_template: true")
-    return messages
-
-
-def expand_placeholders(
-    row: Row, text: Encoded, images: Sequence[PromptImage], token: int
-) -> tuple[Encoded, tuple[PromptImage, ...]]:
-    """Repeat each image's placeholder `token` to the image's number of tokens; return the images with their start indices.
-
-    Raises:
-        ValueError: the rendered prompt does not have exactly one placeholder per image.
-    """
-    places = np.flatnonzero(text.tokens == token)
-    if len(places) != len(images):
-        raise ValueError(
-            f"{row.where}: the rendered prompt has {len(places)} image placeholders (token {token}), and the row has "
-            f"{len(images)} images. The text must not contain this token, and the chat template must write one for each image"
-        )
-    counts = np.ones(len(text.tokens), dtype=np.int64)
-    counts[places] = [image.tokens for image in images]
-    starts = (np.cumsum(counts) - counts)[places].tolist()
-    placed = tuple(replace(image, start=start) for image, start in zip(images, starts, strict=True))
-    return Encoded(text.tokens.repeat(counts), text.loss_mask.repeat(counts), text.text), placed
-
-
 def _image(value: Any, where: str, folder: Path, reader: ImageReader) -> PromptImage:
-    if isinstance(value, dict):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, str) and value:
-        image = PromptImage(where, None, str(folder / value), 0)
-    elif isinstance(value, bytes) and value:
-        image = PromptImage(where, value, "", 0)
-    else:
-        raise ValueError(f"{where} is neither bytes nor a path, nor {{bytes, path}} with one of the two")
-    with _open(image) as opened:
-        width, height = opened.size
+    image = encoded_image(value, where, folder)
+    width, height = size_of(image)
     try:
         return replace(image, tokens=reader.tokens(width, height))
     except ValueError as error:
         raise ValueError(f"{where} ({width} x {height}): {error}") from error
-
-
-def _open(image: PromptImage) -> Image.Image:
-    """Open the image, which reads only its header. Raises ValueError with the image's name."""
-    from PIL import Image
-
-    try:
-        opened = Image.open(io.BytesIO(image.data) if image.data is not None else image.path, formats=_FORMATS)
-    except FileNotFoundError as error:
-        raise ValueError(f"{image.where}: no such file {image.path}") from error
-    except Exception as error:  # a format's parser may raise any exception
-        cause = f"{type(error).__name__}: {error}" if image.data is None else type(error).__name__
-        raise ValueError(f"{image.where} cannot be read as one of {', '.join(_FORMATS)} ({cause})") from error
-    width, height = opened.size
-    if width * height > MAX_PIXELS:
-        opened.close()
-        raise ValueError(f"{image.where} has {width} x {height} pixels; more than {MAX_PIXELS:,} are not opened")
-    return opened
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """Convert to RGB on a white background, as verl does: black lines on a transparent one would vanish."""
-    from PIL import Image
-
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        page = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(page, image).convert("RGB")
-    return image.convert("RGB")
-
-
-def _parts(content: Any) -> list[dict[str, Any]]:
-    if isinstance(content, str):
-        pieces = [piece for piece in re.split(f"({PLACEHOLDER})", content) if piece]
-        return [{"type": "image"} if piece == PLACEHOLDER else {"type": "text", "text": piece} for piece in pieces]
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise ValueError(f"a message's content is {content!r}, neither text nor a list of parts")
-    # Parquet adds fields that a part lacks as None.
-    return [{name: value for name, value in part.items() if value is not None} for part in content]
-
-
-def _placeholders(content: Any) -> int:
-    if isinstance(content, str):
-        return content.count(PLACEHOLDER)
-    return sum(part.get("type") == "image" for part in content if isinstance(part, dict))
 
 
 @lru_cache(maxsize=4)

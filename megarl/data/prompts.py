@@ -12,12 +12,14 @@ import numpy as np
 from megarl.data.cache import Encoded
 from megarl.data.dataset import Files, RowDataset
 from megarl.data.encode import Encode
-from megarl.data.images import ImageReader, expand_placeholders, read_images, with_image_parts
+from megarl.data.images import ImageReader, read_images
+from megarl.data.placeholders import Pictures, Timestamps, expand_placeholders, with_picture_parts
 from megarl.data.rows import Row, messages_of, text_of
 from megarl.data.tokenizer import Tokenizer
+from megarl.data.videos import read_videos
 from megarl.hf import hub
 from megarl.recipe.schema import DataConfig
-from megarl.types import Prompt, PromptImage
+from megarl.types import Prompt
 
 COLUMNS = ("data_source", "reward_model", "extra_info", "images", "videos")  # all except the prompt
 SCORED_BY_ROW = ("data_source", "reward_model")  # columns needed if the row's data source selects the scorer
@@ -52,14 +54,14 @@ def ground_truth_of(row: Row, *, needed: bool) -> Any:
 
 class PromptDataset(RowDataset[Prompt]):
     """Rows with the column ``prompt`` and, where present or needed, ``data_source``, ``reward_model.ground_truth``,
-    ``extra_info`` and ``images``, rendered and tokenized once.
+    ``extra_info``, ``images`` and ``videos``, rendered and tokenized once.
 
     Attributes:
         data_sources: sorted data sources of the kept rows.
-        has_images: True if a kept row has images.
+        has_images: True if a kept row has images or videos.
 
     Raises:
-        ValueError: a file, column or image is wrong, or a prompt is longer than `data.max_prompt_length`
+        ValueError: a file, column, image or video is wrong, or a prompt is longer than `data.max_prompt_length`
             and the recipe does not filter (or all prompts are).
     """
 
@@ -79,8 +81,8 @@ class PromptDataset(RowDataset[Prompt]):
         with_messages: bool = False,
         into_extra_info: Sequence[str] = (),
     ) -> None:
-        """`tools`: schemas that the chat template renders. `images`: the model's image processor; None: rows must not have
-        images. `sample`: rows to read of each file; None: all. `needed`: columns that scorers need, from
+        """`tools`: schemas that the chat template renders. `images`: reader of images and videos; None: rows must not have
+        any. `sample`: rows to read of each file; None: all. `needed`: columns that scorers need, from
         `megarl.rewards.weighted.needed_columns`. `with_messages`: a scorer, an interaction or an agent loop reads the rows'
         messages. `into_extra_info`: further columns, added to `extra_info` if a row has them."""
         self.layouts, self.optional = layout_of(needed)
@@ -89,43 +91,50 @@ class PromptDataset(RowDataset[Prompt]):
         self._needed, self._with_messages = tuple(needed), with_messages
         self._tools = tuple(tools)
         self._reader = images
-        self._images: dict[str, tuple[PromptImage, ...]] = {}  # by `Row.where`, while rows are read
+        self._pictures: dict[str, Pictures] = {}  # by `Row.where`, while rows are read
         super().__init__(files, tokenizer, config, config.max_prompt_length, difficulty, sample)
-        self._images.clear()
+        self._pictures.clear()
         self.data_sources = sorted({prompt.data_source for prompt in self._items})
-        self.has_images = any(prompt.images for prompt in self._items)
+        self.has_images = any(prompt.images or prompt.videos for prompt in self._items)
 
     def read(self, file: Path) -> list[Row]:
-        """Read the rows of one file. Their column `images` becomes the number of images: tokenizing needs no more."""
+        """Read the rows of one file. Their column `images` becomes the number of images, and `videos` a list of (number of frames,
+        frames per second): tokenizing needs no more."""
         rows = []
         for row in self.rows_of(file, self.optional):
             if self._tools:
                 _check_agent(row)
             images = read_images(row, file, self._reader)
-            if images:
-                self._images[row.where] = images
-            count = {"images": len(images)} if "images" in row.values else {}
-            rows.append(with_source(Row(row.where, {**row.values, **count}), file, self._needed))
+            videos = read_videos(row, file, None if self._reader is None else self._reader.videos)
+            if images or videos:
+                self._pictures[row.where] = Pictures(images, videos)
+            sizes = {"images": len(images), "videos": [(len(video.frames), video.fps) for video in videos]}
+            sizes = {column: size for column, size in sizes.items() if column in row.values}
+            rows.append(with_source(Row(row.where, {**row.values, **sizes}), file, self._needed))
         if not rows:
             raise ValueError(f"{file}: the file has no rows")
         return rows
 
     def expand(self, row: Row, texts: Sequence[Encoded]) -> Sequence[Encoded]:
-        if row.where not in self._images:
+        if (pictures := self._pictures.get(row.where)) is None:
             return texts
         assert self._reader is not None
         (text,) = texts
-        text, self._images[row.where] = expand_placeholders(row, text, self._images[row.where], self._reader.token)
+        tokens = {"image": self._reader.token, **({"video": self._reader.videos.token} if pictures.videos else {})}
+        text, self._pictures[row.where] = expand_placeholders(row, text, pictures, tokens)
         return [text]
 
     def encode(self) -> Encode:
-        return functools.partial(encode_prompts, tools=self._tools) if self._tools else encode_prompts
+        arguments: dict[str, Any] = {"tools": self._tools} if self._tools else {}
+        if self._reader is not None and any(pictures.videos for pictures in self._pictures.values()):
+            arguments["timestamps"] = self._reader.videos.timestamps
+        return functools.partial(encode_prompts, **arguments) if arguments else encode_prompts
 
     def item(self, row: Row, uid: str, texts: Sequence[Encoded]) -> Prompt:
         (encoded,) = texts
         if not len(encoded.tokens):
             raise ValueError(f"{row.where}: the prompt is empty")
-        messages = messages_of(row, "prompt")
+        messages, pictures = messages_of(row, "prompt"), self._pictures.get(row.where, Pictures())
         return Prompt(
             uid=uid,
             tokens=tuple(encoded.tokens.tolist()),
@@ -135,7 +144,8 @@ class PromptDataset(RowDataset[Prompt]):
             extra_info={**(row.get("extra_info", dict) or {}), **self._more(row)},
             question=text_of(messages),
             messages=tuple(messages) if self._with_messages else (),
-            images=self._images.get(row.where, ()),
+            images=pictures.images,
+            videos=pictures.videos,
         )
 
     def _more(self, row: Row) -> dict[str, Any]:
@@ -153,10 +163,14 @@ def _check_agent(row: Row) -> None:
 
 
 def encode_prompts(
-    rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, tools: Sequence[dict[str, Any]] = ()
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    tools: Sequence[dict[str, Any]] = (),
+    timestamps: Timestamps | None = None,
 ) -> list[Encoded]:
-    """Render and tokenize each row's prompt, with the tools and the generation prompt."""
-    texts = [_render(row, tokenizer, config, tools) for row in rows]
+    """Render and tokenize each row's prompt, with the tools, the generation prompt, and the `timestamps` of its videos."""
+    texts = [_render(row, tokenizer, config, tools, timestamps) for row in rows]
     leading = tokenizer.leading_ids(config.applies_template)
     encoded = []
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
@@ -165,13 +179,21 @@ def encode_prompts(
     return encoded
 
 
-def _render(row: Row, tokenizer: Tokenizer, config: DataConfig, tools: Sequence[dict[str, Any]]) -> str:
+def _render(
+    row: Row,
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    tools: Sequence[dict[str, Any]],
+    timestamps: Timestamps | None,
+) -> str:
     messages = messages_of(row, "prompt")
     if config.prompt_suffix:
         messages = _with_suffix(row, messages, config.prompt_suffix)
     try:
-        messages = with_image_parts(row, messages, config.applies_template)
-        return tokenizer.render_text(messages, config.applies_template, config.chat_template_args, tools=tools)
+        messages = with_picture_parts(row, messages, config.applies_template)
+        text = tokenizer.render_text(messages, config.applies_template, config.chat_template_args, tools=tools)
+        videos = row.get("videos", list)
+        return timestamps.write(text, videos, tokenizer) if timestamps is not None and videos else text
     except ValueError as error:
         raise ValueError(f"{row.where}: {error}") from error
 

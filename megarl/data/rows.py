@@ -187,7 +187,9 @@ def _open_parquet(file: Path, selection: ColumnSelection) -> Iterator[tuple[Any,
             selection.check(file, present)
             sources = {selection.source(column) for column in selection.columns}
             columns = [name for name in present if name in sources]
-            with_images = "images" in selection.columns and selection.source("images") in columns
+            with_images = any(
+                column in selection.columns and selection.source(column) in columns for column in ("images", "videos")
+            )
             yield opened, {"columns": columns, "batch_size": _BATCH_OF_IMAGES if with_images else _BATCH}
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
         raise ValueError(f"{file} is not a readable parquet file: {error}") from error

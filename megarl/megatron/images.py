@@ -1,10 +1,12 @@
-"""Images in a micro batch: the location of their tokens, and the position ids of all tokens.
+"""Images and videos in a micro batch: the location of their tokens, and the position ids of all tokens.
 
 A vision tower reads images as patches and returns one row per square of ``merge`` x ``merge`` patches; each row replaces
 the embedding of one placeholder token. Images are located by index, so a placeholder token that the policy sampled is text.
 
 Position ids have three axes (time, row, column): text advances on all three, an image has constant time and its grid's rows
-and columns, and text after it continues from the larger grid side (M-RoPE, Qwen2-VL, arXiv 2409.12191).
+and columns, and text after it continues after its largest position (M-RoPE, Qwen2-VL, arXiv 2409.12191). A video of Qwen2.5-VL is an
+image of several time steps; their times are seconds x `tokens_per_second`, rounded down (arXiv 2502.13923). Each time step of a video
+of Qwen3-VL is a separate image: its timestamp is text.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ class ImageLayout:
     merge: int  # patches per side of the square that becomes one token
     patch: int  # pixels per side of a patch
     patch_values: int  # values per patch: channels x frames x height x width
+    tokens_per_second: float | None = None  # time positions per second of a video; None: every image has one time step
 
 
 @dataclass
@@ -37,9 +40,10 @@ class Images:
     """
 
     pixels: torch.Tensor  # float32 [patches of all images, values per patch]
-    grids: torch.Tensor  # int64 [images, 3]: frames, rows and columns of patches
+    grids: torch.Tensor  # int64 [images, 3]: time steps, rows and columns of patches
     sequences: list[int]  # [images]: index of the image's sequence
     starts: list[int]  # [images]: index, within its sequence, of the image's first token
+    seconds: list[float] | None = None  # [images]: from time step to time step; None: every image has one step
 
     def __post_init__(self) -> None:
         assert len(self.grids) == len(self.sequences) == len(self.starts), (self.grids, self.sequences, self.starts)
@@ -57,7 +61,16 @@ class Images:
             torch.from_numpy(np.concatenate([images.grids for _, images in present])),
             [i for i, images in present for _ in images.starts],
             [int(start) for _, images in present for start in images.starts],
+            _joined_seconds([images for _, images in present]),
         )
+
+
+def _joined_seconds(samples: Sequence[SampleImages]) -> list[float] | None:
+    if all(images.seconds is None for images in samples):
+        return None
+    zeros = (np.zeros(len(images.starts)) if images.seconds is None else images.seconds for images in samples)
+    seconds: list[float] = np.concatenate([*zeros]).tolist()
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -84,38 +97,49 @@ def check_images(images: Images, tokens: torch.Tensor, lengths: list[int], layou
         )
     if len(images.pixels) != int(images.grids.prod(1).sum()):
         raise ValueError(f"{len(images.pixels)} patches do not make images of {images.grids.tolist()} patches.")
+    if images.seconds is None and int(images.grids[:, 0].max()) > 1:
+        raise ValueError(f"Videos of {images.grids.tolist()} patches have no seconds between their time steps.")
     offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
     free = [0] * len(lengths)  # end of the last image of each sequence
-    for sequence, start, (frames, rows, columns) in zip(
+    for sequence, start, (steps, rows, columns) in zip(
         images.sequences, images.starts, images.grids.tolist(), strict=True
     ):
-        if frames != 1 or rows % layout.merge or columns % layout.merge:
+        if steps > 1 and layout.tokens_per_second is None:
             raise ValueError(
-                f"An image of {frames} x {rows} x {columns} patches: frames must be 1 (videos are not supported), rows "
-                f"and columns multiples of {layout.merge}."
+                f"A video of {steps} x {rows} x {columns} patches: in this model every time step is a separate image."
             )
-        count = rows * columns // layout.merge**2
+        if rows % layout.merge or columns % layout.merge:
+            raise ValueError(
+                f"An image of {steps} x {rows} x {columns} patches: rows and columns must be multiples of {layout.merge}."
+            )
+        count = steps * rows * columns // layout.merge**2
         here = tokens[offsets[sequence] : offsets[sequence + 1]][start : start + count]
         if start < free[sequence] or len(here) != count or len(here.unique()) != 1:
             raise ValueError(
-                f"An image of {rows} x {columns} patches takes {count} placeholder tokens from index {start} on; its "
+                f"An image of {steps} x {rows} x {columns} patches takes {count} placeholder tokens from index {start} on; its "
                 f"sequence of {lengths[sequence]} tokens has {here.tolist()} there, images before it end at "
                 f"{free[sequence]}."
             )
         free[sequence] = start + count
 
 
-def positions_of(length: int, starts: list[int], grids: list[list[int]], merge: int) -> torch.Tensor:
-    """Return position ids [3, length] (time, row, column) of a sequence with images at `starts`."""
+def positions_of(
+    length: int, starts: list[int], grids: list[list[int]], merge: int, intervals: Sequence[float]
+) -> torch.Tensor:
+    """Return position ids [3, length] (time, row, column) of a sequence with images at `starts`.
+
+    `intervals`: time positions from step to step of each image, in double precision as vLLM computes them.
+    """
     parts, token, position = [], 0, 0
-    for start, (_, rows, columns) in zip(starts, grids, strict=True):
+    for start, (steps, rows, columns), interval in zip(starts, grids, intervals, strict=True):
         parts.append((position + torch.arange(start - token)).expand(3, -1))
         position += start - token
         high, wide = rows // merge, columns // merge
-        row, column = (axis.flatten() for axis in torch.meshgrid(torch.arange(high), torch.arange(wide), indexing="ij"))
-        parts.append(position + torch.stack([torch.zeros_like(row), row, column]))
-        token = start + high * wide
-        position += max(high, wide)
+        times = (torch.arange(steps, dtype=torch.float64) * interval).long()
+        axes = torch.meshgrid(times, torch.arange(high), torch.arange(wide), indexing="ij")
+        parts.append(position + torch.stack(axes).flatten(1))
+        token = start + steps * high * wide
+        position += max(int(times[-1]) + 1, high, wide)
     parts.append((position + torch.arange(length - token)).expand(3, -1))
     return torch.cat(parts, 1)
 
@@ -123,14 +147,21 @@ def positions_of(length: int, starts: list[int], grids: list[list[int]], merge: 
 def batch_positions(images: Images | None, lengths: list[int], layout: ImageLayout) -> torch.Tensor:
     """Return position ids [3, tokens] of a micro batch; every sequence counts from 0."""
     if images is None:
-        return torch.cat([positions_of(length, [], [], layout.merge) for length in lengths], 1)
-    grids = images.grids.tolist()
+        return torch.cat([positions_of(length, [], [], layout.merge, []) for length in lengths], 1)
+    grids, per_second = images.grids.tolist(), layout.tokens_per_second or 0.0
+    intervals = [seconds * per_second for seconds in images.seconds or [0.0] * len(grids)]
     by_sequence: list[list[int]] = [[] for _ in lengths]
     for i, sequence in enumerate(images.sequences):
         by_sequence[sequence].append(i)
     return torch.cat(
         [
-            positions_of(length, [images.starts[i] for i in mine], [grids[i] for i in mine], layout.merge)
+            positions_of(
+                length,
+                [images.starts[i] for i in mine],
+                [grids[i] for i in mine],
+                layout.merge,
+                [intervals[i] for i in mine],
+            )
             for length, mine in zip(lengths, by_sequence, strict=True)
         ],
         1,

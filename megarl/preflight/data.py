@@ -97,8 +97,8 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool, sample: i
         prepared.evaluation = PromptDataset(data.eval_files, tokenizer, data, **rows)
         _add_notices(prepared, "evaluation prompts", prepared.evaluation)
     if recipe.agent.loop and any(prompts.has_images for prompts in prepared.prompt_sets):
-        problem = "rows have images, and the requests of an agent loop of your own are token ids"
-        raise RecipeError("agent.loop", problem, "leave it out, or use rows without images", value=recipe.agent.loop)
+        problem = "rows have images or videos, and the requests of an agent loop of your own are token ids"
+        raise RecipeError("agent.loop", problem, "leave it out, or use rows without them", value=recipe.agent.loop)
     if sample is None:  # a sample may miss the rows with images
         _check_pixel_limits(data, has_images=any(prompts.has_images for prompts in prepared.prompt_sets))
     return prepared
@@ -114,10 +114,10 @@ def _check_teachers(settings: TeacherConfig, data_sources: Sequence[str]) -> Non
 
 
 def _check_pixel_limits(data: DataConfig, *, has_images: bool) -> None:
-    """Raise RecipeError if the recipe limits image sizes and no row has an image."""
+    """Raise RecipeError if the recipe limits image sizes and no row has an image or a video."""
     for key, value in (("data.min_pixels", data.min_pixels), ("data.max_pixels", data.max_pixels)):
         if value is not None and not has_images:
-            raise RecipeError(key, "no row has an image", "leave it out", value=value)
+            raise RecipeError(key, "no row has an image or a video", "leave it out", value=value)
 
 
 def _add_notices(prepared: Prepared, name: str, data: PromptDataset | SFTDataset | PreferenceDataset) -> None:

@@ -62,11 +62,13 @@ class DataConfig:
     )
     chat_template_args: dict[str, Any] = key({}, "Arguments of the chat template, e.g. {enable_thinking: false}.")
     min_pixels: Optional[int] = key(
-        None, "Smaller images are enlarged to this many pixels. Unset: the image processor's setting.", at_least=1
+        None,
+        "Smaller images and frames of videos are enlarged to this many pixels. Unset: the image processor's setting.",
+        at_least=1,
     )
     max_pixels: Optional[int] = key(
         None,
-        "Larger images are shrunk to this many pixels. A token covers 28 x 28 pixels in Qwen2.5-VL and 32 x 32 in Qwen3-VL. Unset: the image processor's setting.",
+        "Larger images and frames of videos are shrunk to this many pixels. A token covers 28 x 28 pixels in Qwen2.5-VL and 32 x 32 in Qwen3-VL. Unset: the image processor's setting.",
         at_least=1,
     )
     workers: Optional[int] = key(

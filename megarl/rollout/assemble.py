@@ -134,7 +134,7 @@ def vectors(
         rollout_log_probs=np.concatenate([blank, trajectory.log_probs]),
         text=text,
         routed_experts=trajectory.routed_experts,
-        images=request.images,
+        images=request.images if trajectory.images is None else trajectory.images,
         turns=trajectory.turns if with_tools else (),
         reason=reason,
     )

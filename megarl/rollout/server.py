@@ -73,7 +73,7 @@ class RolloutServer:
             sandbox,
             self.gates,
         )
-        self.agents = Agents(agent, self.tokenizer, self.gates) if agent is not None else None
+        self.agents = Agents(agent, self.tokenizer, self.gates, images) if agent is not None else None
         self.agent_loop: SampleLoop | None = None
         self.texts = ThreadPoolExecutor(max_workers=4, thread_name_prefix="texts")
         # `generate` blocks a thread; under continuous admission, many calls run at the same time. Other calls to the engine
@@ -231,7 +231,7 @@ class RolloutServer:
         Images are prepared in this process, so requests carry only the encoded files. Earlier checks may have read only
         an image's header.
         """
-        if not request.prompt.images:
+        if not request.prompt.images and not request.prompt.videos:
             return request, None
         assert self.images is not None
         try:

@@ -243,7 +243,7 @@ def test_a_schema_that_breaks_the_validator_fails_only_the_call() -> None:
     box = Toolbox(odd, dict.fromkeys(("odd", "slow"), Calculator()), 1.0, 0)
 
     def answer_to(name: str, **arguments: Any) -> str:
-        return asyncio.run(box.call(ToolCall(name, arguments), Context("row"), 1.0)).text
+        return asyncio.run(box.call(ToolCall(name, arguments), Context("row"), 1.0)).turn.text
 
     assert answer_to("odd", a=10**400).startswith(
         "Error: its arguments cannot be checked against the tool's schema: OverflowError"

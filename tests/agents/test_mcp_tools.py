@@ -138,7 +138,7 @@ def test_an_mcp_server_over_http() -> None:
             agents = Agents(setup, qwen3())
             try:
                 loop = await agents.start()
-                return await loop.tools.call(ToolCall("add", {"a": 20, "b": 22}), Context("row"), 20.0)
+                return (await loop.tools.call(ToolCall("add", {"a": 20, "b": 22}), Context("row"), 20.0)).turn
             finally:
                 await agents.close()
 

@@ -140,7 +140,7 @@ def python_tools() -> Iterator[tuple[Toolbox, PythonTools]]:
 
 def call(box: Toolbox, name: str, limit: float = 20.0, **arguments: Any) -> Turn:
     context = Context("row/1", "4", {"table": {"b": 7}})
-    return asyncio.run(box.call(ToolCall(name, arguments), context, limit))
+    return asyncio.run(box.call(ToolCall(name, arguments), context, limit)).turn
 
 
 def test_calls_in_processes(python_tools: tuple[Toolbox, PythonTools]) -> None:
@@ -230,7 +230,7 @@ def test_the_code_interpreter_has_the_recipes_limits_and_packages() -> None:
             loop = await agents.start()
             codes = ("import packaging; 6 * 7", "while True: pass", "import numpy")
             calls = [ToolCall("code_interpreter", {"code": code}) for code in codes]
-            return [await loop.tools.call(call, Context("row"), 20.0) for call in calls]
+            return [(await loop.tools.call(call, Context("row"), 20.0)).turn for call in calls]
         finally:
             await agents.close()
 

@@ -122,7 +122,8 @@ def test_a_tool_is_released_without_calc_reward(running: PythonTools, tmp_path: 
 @pytest.mark.parametrize(
     ("subject", "words"),
     [
-        ("crop", "it answered with image data, and tool messages are text"),
+        ("film", "it answered with video data, and tool messages are text and images"),
+        ("sketch", "image 0 of its answer is neither bytes nor a Pillow image, but a object"),
         ("messages", r"agent_data.messages: megarl passes only request_id, tools_kwargs, extra_fields"),
     ],
 )

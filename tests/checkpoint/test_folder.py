@@ -330,17 +330,20 @@ def test_a_checkpoint_of_another_critic_is_refused(tmp_path: Path) -> None:
         opened(tmp_path, CONFIG)
 
 
-def test_images_and_experts_of_waiting_groups_survive(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [1, 2])
+def test_images_and_experts_of_waiting_groups_survive(steps: int, tmp_path: Path) -> None:
     """Images and routed experts are restored: without them a resumed run would train on inputs that differ from sampling."""
     waiting = tried(3, True)
-    images = SampleImages(np.ones((4, 6), np.float32), np.array([[1, 2, 2]]), np.array([1]))
+    seconds = np.array([0.7]) if steps > 1 else None  # of a video
+    images = SampleImages(np.ones((4 * steps, 6), np.float32), np.array([[steps, 2, 2]]), np.array([1]), seconds)
     for vectors in waiting.group.samples[0].data.get():
         vectors.images = images
         vectors.routed_experts = np.arange(10, dtype=np.int16).reshape(5, 1, 2)
     saver(tmp_path).save(4, state([waiting, tried(5, True)]))
     with_images, without = flat(load_state(tmp_path / "step_000004"))
     for vectors in with_images.group.samples[0].data.get():
-        for name in ("pixels", "grids", "starts"):
+        assert (vectors.images.seconds is None) is (seconds is None)
+        for name in ("pixels", "grids", "starts", *(("seconds",) if steps > 1 else ())):
             before, after = getattr(images, name), getattr(vectors.images, name)
             assert before.dtype == after.dtype and np.array_equal(before, after)
         assert np.array_equal(vectors.routed_experts, np.arange(10).reshape(5, 1, 2))

@@ -18,7 +18,8 @@ from PIL import Image
 
 from megarl import load_recipe
 from megarl.data import PromptDataset, SFTDataset, Tokenizer, load_tokenizer
-from megarl.data.images import MAX_PIXELS, ImageReader
+from megarl.data.image_files import MAX_PIXELS
+from megarl.data.images import ImageReader
 from megarl.data.rows import write_parquet
 from megarl.engines.vllm.images import check_images
 from megarl.errors import RecipeError
@@ -278,9 +279,6 @@ def test_images_are_refused_without_template_or_processor(tmp_path: Path, model:
     file = parquet(tmp_path, row("<image>", [picture(60, 60)]))
     with pytest.raises(ValueError, match="row 0: images need a chat template"):
         dataset(file, tokenizer, ImageReader(str(model)), chat_template=False)
-    videos = parquet(tmp_path, row("w7", None, videos=[b"film"]))
-    with pytest.raises(ValueError, match="row 0: column 'videos' is not empty"):
-        dataset(videos, tokenizer, ImageReader(str(model)))
     answers = parquet(tmp_path, row("<image>", [picture(60, 60)], response="w9"))
     with pytest.raises(ValueError, match="row 0: column 'images' is not empty, and demonstrations"):
         SFTDataset([answers], tokenizer, DataConfig(), 100)

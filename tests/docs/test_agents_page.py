@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from megarl.agents import Context, Reply
+from megarl.agents import find as find_tool
 from megarl.agents.call_formats import calls_in
 from megarl.agents.interactions import find_interaction
 from megarl.agents.python_tools import PythonTools
 from megarl.agents.setup import Agents, AgentSetup, check_tools
-from megarl.agents.tool_process import SampleState, ToolRequest
+from megarl.agents.tool_process import SampleState, ToolRequest, caller_of
 from megarl.preflight.load import load_recipe
 from megarl.recipe.agent import AgentConfig
 from megarl.rewards import ScoreRequest, find, score
@@ -52,7 +55,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         try:
             loop = await agents.start()
             calls = [call for text in calls_on_page for call in calls_in(f"<tool_call>{text}</tool_call>", "hermes")]
-            return [await loop.tools.call(call, context, 60.0) for call in calls]
+            return [(await loop.tools.call(call, context, 60.0)).turn for call in calls]
         finally:
             await agents.close()
 
@@ -82,6 +85,23 @@ def test_the_example_with_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         tools.close()
     assert answers == [("2", 0.0), ("3", -0.05), ("0", 0.0)] and final == 0.2
     assert "reads `2`, `3` and `0`. The second call costs 0.05, and the sample earns" in " ".join(PAGE.split())
+
+
+def test_the_example_with_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```python\n(from PIL import Image.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "my_camera.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    assert check_tools(AgentSetup(AgentConfig(tools=["my_camera:crop"]), {}, {}), qwen3())
+    picture = Image.new("RGB", (64, 48), "white")
+    picture.paste("black", (8, 8, 16, 16))
+    picture.save(tmp_path / "picture.png")
+    context = Context("row", extra_info={"picture": str(tmp_path / "picture.png")})
+    where = {"left": 8, "top": 8, "right": 24, "bottom": 16}
+    answer = caller_of(find_tool("my_camera:crop"))(ToolRequest(where, context))
+    (image,) = (Image.open(BytesIO(image)) for image in answer.images)
+    assert answer.text == "the part" and image.size == (64, 32)
+    assert image.getpixel((4, 4)) == (0, 0, 0) and image.getpixel((60, 4)) == (255, 255, 255)
 
 
 def test_the_example_of_an_interaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

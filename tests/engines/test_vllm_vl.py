@@ -1,4 +1,4 @@
-"""A real vLLM that samples from prompts with images: its log-probs are the actor's, before and after an update.
+"""A real vLLM that samples from prompts with images and videos: its log-probs are the actor's, before and after an update.
 
 The actor is Megatron's, in a separate process; this process is the rollout process.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megarl.rollout.assemble import vectors
 from megarl.types import GenerationRequest, Prompt, SampleImages, Sampling
 from tests.engines.test_vllm import EngineProcess, full_sender
 from tests.support.megatron_runs import launch
-from tests.support.vl_model import sequences, write_processor, write_vl_model
+from tests.support.vl_model import has_timestamps, sample_images, sequences, write_processor, write_vl_model
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
@@ -38,16 +39,16 @@ def process() -> Any:
     process.close()
 
 
-def requests() -> list[GenerationRequest]:
-    """Every sequence is a prompt; siblings share their images."""
+def requests(model: str) -> list[GenerationRequest]:
+    """Every sequence is a prompt, and so is the last video again, faster; siblings share their images and videos."""
     result = []
-    for number, (tokens, images) in enumerate(sequences()):
-        sample_images = None
-        if images:
-            starts, pixels, grids = zip(*images, strict=True)
-            sample_images = SampleImages(torch.cat(pixels).numpy(), torch.stack(grids).numpy(), np.array(starts))
+    for number, (tokens, pictures) in enumerate(sequences(timestamps=has_timestamps(model))):
         prompt = Prompt(f"p{number}", tuple(tokens.tolist()), "", "x")
-        result.append(GenerationRequest(number, prompt, Sampling(2, 12), 100 * number, sample_images))
+        result.append(GenerationRequest(number, prompt, Sampling(2, 12), 100 * number, sample_images(pictures)))
+    slow = next(request for request in result[::-1] if request.images is not None)
+    if slow.images.seconds is not None:  # type: ignore[union-attr]
+        fast = replace(slow.images, seconds=slow.images.seconds * 9)  # type: ignore[union-attr,type-var]
+        result.append(replace(slow, group=len(result), images=fast))
     return result
 
 
@@ -69,7 +70,7 @@ def test_log_probs_are_the_actors_at_start_and_after_each_update(model: str, tmp
     write_processor(write_vl_model(directory / "models" / model, model), processor)
     spec = EngineSpec("e0", str(directory / "models" / model), "float32", max_model_len=128)
     info = process.begin("start", spec).result(400)
-    wave = requests()
+    wave = requests(model)
     weights: dict[str, torch.Tensor] = {}
     sender = full_sender(process, info)
     for version in range(4):

@@ -27,23 +27,40 @@ IMAGE = 9
 
 def test_positions_worked_by_hand() -> None:
     """Two words, an image of 2 x 3 tokens, two words: the last two continue after the longer side."""
-    assert positions_of(10, [2], [[1, 4, 6]], merge=2).tolist() == [
+    assert positions_of(10, [2], [[1, 4, 6]], 2, [0.0]).tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
         [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
     ]
 
 
-@pytest.mark.parametrize("family", ["vl", "qwen3_vl"])
-def test_positions_equal_transformers(family: str) -> None:
+def test_positions_of_a_video_worked_by_hand() -> None:
+    """A word, a video of 3 steps of 1 x 2 tokens, a word. 1.5 positions from step to step: times 0, 1 and 3; the word follows time 3."""
+    assert positions_of(8, [1], [[3, 2, 4]], 2, [1.5]).tolist() == [
+        [0, 1, 1, 2, 2, 4, 4, 5],
+        [0, 1, 1, 1, 1, 1, 1, 5],
+        [0, 1, 2, 1, 2, 1, 2, 5],
+    ]
+
+
+def bare_model(family: str) -> Any:
+    """Return transformers' model without weights, for its `get_rope_index`."""
     from transformers import Qwen2_5_VLModel, Qwen3VLModel
 
-    from tests.support.vl_model import IMAGE, VL_MODELS
+    from tests.support.vl_model import VL_MODELS
 
     kind = {"vl": Qwen2_5_VLModel, "qwen3_vl": Qwen3VLModel}[family]
     model = kind.__new__(kind)
     torch.nn.Module.__init__(model)
     model.config = VL_MODELS[family]()
+    return model
+
+
+@pytest.mark.parametrize("family", ["vl", "qwen3_vl"])
+def test_positions_equal_transformers(family: str) -> None:
+    from tests.support.vl_model import IMAGE
+
+    model = bare_model(family)
     drawn = random.Random(5)
     for _ in range(30):
         tokens, starts, grids = [5] * drawn.randint(0, 3), [], []
@@ -55,7 +72,49 @@ def test_positions_equal_transformers(family: str) -> None:
         expected, _ = model.get_rope_index(
             ids, (ids == IMAGE).int(), torch.tensor(grids), None, attention_mask=torch.ones_like(ids)
         )
-        assert torch.equal(positions_of(len(tokens), starts, grids, merge=2), expected[:, 0])
+        assert torch.equal(positions_of(len(tokens), starts, grids, 2, [0.0] * len(grids)), expected[:, 0])
+
+
+RATES = (0.5, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 24, 25, 30, 60)  # frames per second
+
+
+@pytest.mark.parametrize("fps", RATES)
+def test_positions_of_videos_equal_transformers(fps: float) -> None:
+    """Qwen2.5-VL, images between two videos. transformers 5.19 continues after the longer side even if times are larger: the last text
+    is compared without its offset."""
+    from tests.support.vl_model import IMAGE, VIDEO
+
+    tokens = [5, *[VIDEO] * 40 * 6, 5, *[IMAGE] * 4, 5, *[VIDEO] * 3, 5, 5]
+    starts, grids = [1, 242, 247], [[40, 4, 6], [1, 4, 4], [3, 2, 2]]
+    ids, seconds = torch.tensor([tokens]), torch.tensor([2 / fps, 3.3])
+    expected, _ = bare_model("vl").get_rope_index(
+        ids,
+        (ids == IMAGE) + 2 * (ids == VIDEO).int(),
+        torch.tensor(grids[1:2]),
+        torch.tensor([grids[0], grids[2]]),
+        second_per_grid_ts=seconds,
+        attention_mask=torch.ones_like(ids),
+    )
+    images = Images(torch.zeros(0), torch.tensor(grids), [0, 0, 0], starts, [2 / fps, 0.0, 3.3])
+    layout = ImageLayout(merge=2, patch=1, patch_values=3, tokens_per_second=2)
+    positions = batch_positions(images, [len(tokens)], layout)
+    assert torch.equal(positions[:, :241], expected[:, 0, :241])
+    assert positions[:, 241].tolist() == [max(3, int(39 * 4 / fps) + 1) + 1] * 3, "after the largest position"
+    for begin, end in ((241, 250), (250, 252)):
+        ours, theirs = positions[:, begin:end], expected[:, 0, begin:end]
+        assert torch.equal(ours - ours[:, :1], theirs - theirs[:, :1])
+
+
+def test_a_time_step_of_a_video_has_the_positions_of_an_image() -> None:
+    """Qwen3-VL: there is text before every time step, and no time positions."""
+    from tests.support.vl_model import VIDEO
+
+    tokens = [5, 5, *[VIDEO] * 6, 5, 5, *[VIDEO] * 6, 5]
+    ids, grids = torch.tensor([tokens]), [[1, 4, 6], [1, 4, 6]]
+    expected, _ = bare_model("qwen3_vl").get_rope_index(
+        ids, 2 * (ids == VIDEO).int(), None, torch.tensor([[2, 4, 6]]), attention_mask=torch.ones_like(ids)
+    )
+    assert torch.equal(positions_of(len(tokens), [2, 10], grids, 2, [0.0, 0.0]), expected[:, 0])
 
 
 def test_learned_positions_worked_by_hand() -> None:
@@ -131,7 +190,10 @@ def test_micro_batches_gather_their_samples_images() -> None:
     images = Images.of([None, sample_images, None, two])
     assert images is not None and (images.sequences, images.starts) == ([1, 3, 3], [7, 1, 3])
     assert images.pixels[:, 0].tolist() == [1.0] * 4 + [0.0] * 8 and images.grids.tolist() == [[1, 2, 2]] * 3
-    assert Images.of([None, None]) is None
+    assert Images.of([None, None]) is None and images.seconds is None
+    video = SampleImages(np.ones((12, 3), np.float32), np.array([[3, 2, 2]]), np.array([1]), np.array([0.5]))
+    images = Images.of([two, video])
+    assert images is not None and images.seconds == [0.0, 0.0, 0.5] and images.grids[:, 0].tolist() == [1, 1, 3]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +201,11 @@ def test_micro_batches_gather_their_samples_images() -> None:
     [
         ({"pixels": torch.zeros(12, 4)}, "prepared for another model"),
         ({"pixels": torch.zeros(11, 3)}, "11 patches"),
-        ({"grids": torch.tensor([[2, 2, 2], [1, 2, 2]])}, "videos are not supported"),
+        ({"grids": torch.tensor([[2, 2, 2], [1, 2, 2]])}, "no seconds between their time steps"),
+        (
+            {"grids": torch.tensor([[2, 2, 2], [1, 2, 2]]), "seconds": [1.0, 0.0]},
+            "A video of 2 x 2 x 2 patches: in this model every time step is a separate image",
+        ),
         ({"grids": torch.tensor([[1, 8, 1], [1, 2, 2]])}, "multiples of 2"),
         ({"starts": [1, 5]}, r"takes 1 placeholder tokens from index 5 on; its sequence of 5 tokens has \[\]"),
         ({"starts": [0, 4]}, r"has \[3, 9\] there"),

@@ -1,4 +1,4 @@
-"""Models that read images: every layout gives the results of transformers, with packed images and text."""
+"""Models that read images and videos: every layout gives the results of transformers, with packed images, videos and text."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.support.megatron_models import LENGTHS
 from tests.support.megatron_runs import check_gradient, check_weights, checkpoint_tensors, launch, log_probs_of
 from tests.support.vl_model import (
     VL_MODELS,
+    has_timestamps,
     transformers_inputs,
     transformers_model,
     vl_of_transformers,
@@ -61,7 +62,8 @@ def test_training_does_not_depend_on_further_layouts(slow_results: Path, case: d
 @pytest.mark.parametrize("model", [case["model"] for case in QUICK if case["processes"] == 1])
 def test_gradient_equals_transformers(results: Path, model: str) -> None:
     """Includes the gradient of the vision tower."""
-    check_gradient(results, f"{model}-TP1", transformers_model(results / "models" / model), transformers_inputs())
+    inputs = transformers_inputs(timestamps=has_timestamps(model))
+    check_gradient(results, f"{model}-TP1", transformers_model(results / "models" / model), inputs)
 
 
 def check(results: Path, case: dict[str, Any]) -> None:

@@ -26,10 +26,10 @@ from megarl.recipe.schema import RewardConfig
 from megarl.rewards.weighted import Term
 from megarl.rollout import server as module
 from megarl.rollout.server import RolloutServer
-from megarl.types import Completion, GenerationRequest, Group, Prompt, PromptImage, SampleTokens, Sampling
+from megarl.types import Completion, GenerationRequest, Group, Prompt, PromptImage, PromptVideo, SampleTokens, Sampling
 from tests.support.counting_engine import CountingBackend
 from tests.support.counting_engine import request as sized
-from tests.support.vl_model import PATCH_VALUES, write_processor, write_vl_model
+from tests.support.vl_model import PATCH_VALUES, write_processor, write_video_processor, write_vl_model
 
 
 class Engine:
@@ -215,12 +215,14 @@ def test_held_calls_of_a_replay_leave_threads_for_the_next_call(
     server.calls.shutdown()
 
 
+@pytest.mark.parametrize("kind", ["image", "video"])
 def test_images_are_prepared_by_the_server(
-    quickstart_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    kind: str, quickstart_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A prompt comes with a file; the engine receives pixels, and siblings share them."""
+    """A prompt comes with a file, or with a video of one frame twice; the engine receives pixels, and siblings share them."""
     write_vl_model(tmp_path)
     write_processor(tmp_path)
+    write_video_processor(tmp_path, "Qwen2VLVideoProcessor", 3136, 40_000)
     picture = io.BytesIO()
     Image.new("RGB", (56, 56), "white").save(picture, format="PNG")
     engine = Engine()
@@ -230,7 +232,9 @@ def test_images_are_prepared_by_the_server(
     score_with(server, lambda request: 1.0)
     first, *remaining = requests(with_greedy=True)
     image = PromptImage("row, image 0", picture.getvalue(), "", tokens=4, start=1)
-    seen = replace(first.prompt, tokens=(3, 250, 250, 250, 250, 4), images=(image,))
+    video = PromptVideo("row, video 0", (image, image), 2.0, tokens=4, starts=(1,))
+    shown: dict[str, Any] = {"images": (image,)} if kind == "image" else {"videos": (video,)}
+    seen = replace(first.prompt, tokens=(3, 250, 250, 250, 250, 4), **shown)
 
     async def vectors() -> list[list[SampleTokens]]:
         collected = [asyncio.ensure_future(server.collect(number)) for number in range(3)]

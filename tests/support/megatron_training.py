@@ -52,7 +52,8 @@ def micro_batches(trainer: Any, per_micro: int) -> tuple[list[Any], list[list[in
     tokens, advantages = global_batch()
     with_images = trainer.model.image_layout is not None
     if with_images:
-        tokens = [sequence for sequence, _ in sequences()]
+        timestamps = trainer.model.image_layout.tokens_per_second is None
+        tokens = [sequence for sequence, _ in sequences(timestamps=timestamps)]
     share = len(LENGTHS) // trainer.coordinates.dp_size
     mine = list(range(len(LENGTHS)))[trainer.coordinates.dp_rank * share :][:share]
     numbers = [mine[i : i + per_micro] for i in range(0, len(mine), per_micro)]
@@ -61,7 +62,7 @@ def micro_batches(trainer: Any, per_micro: int) -> tuple[list[Any], list[list[in
             torch.cat([tokens[i] for i in group]),
             [LENGTHS[i] for i in group],
             vectors_of(torch.cat([advantages[i] for i in group])),
-            images=images_of(group) if with_images else None,
+            images=images_of(group, timestamps=timestamps) if with_images else None,
         )
         for group in numbers
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Optional
 
+from PIL import Image
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.rollout_trace import rollout_trace_op
@@ -71,14 +72,17 @@ class NotesTool(BaseTool):
 
 
 class PictureTool(BaseTool):
-    """Answers with an image, or reads what megarl does not pass."""
+    """Answers with an image or a video, or reads what megarl does not pass."""
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], agent_data=None) -> tuple:
         if parameters["what"] == "messages":
             return ToolResponse(text=str(agent_data.messages)), 0.0, {}
         if parameters["what"] == "tokens":
             return ToolResponse(text=str(getattr(agent_data, "prompt_ids", "none"))), 0.0, {}
-        return ToolResponse(image=[object()], text="a crop"), 0.0, {}
+        if parameters["what"] == "film":
+            return ToolResponse(video=[[]], text="a film"), 0.0, {}
+        what = Image.new("RGB", (70, 40), "red") if parameters["what"] == "crop" else object()
+        return ToolResponse(image=[what], text="a crop"), 0.0, {}
 
 
 class DigitTool(BaseTool):

@@ -1,24 +1,32 @@
-"""Tiny models that read images, and sequences for them: text alone, one image, two images of different sizes."""
+"""Tiny models that read images and videos, and sequences for them: text alone, and images and videos of different sizes."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tests.support.megatron_models import LENGTHS, rows_of_logits
 
-IMAGE, START, END = 250, 252, 253
+IMAGE, VIDEO, START, END = 250, 251, 252, 253
 GRIDS = {1: [(2, (4, 6))], 2: [(3, (8, 4)), (14, (6, 10))], 5: [(8, (4, 4))]}
 """By number of the sequence: (index of the first token, (rows, columns) of patches) of each of its images."""
+VIDEOS = {2: [(31, (2, 4, 4), 0.5)], 5: [(2, (2, 2, 4), 0.75)], 6: [(2, (2, 2, 4), 0.3)]}
+"""By number of the sequence: (index of the first token, (time steps, rows, columns) of patches, seconds from step to step) of its videos.
+
+With timestamps, a token of text comes before each later step. The times of a video's steps are at most its longer side, because
+transformers 5.19 continues after the longer side, and the published model after the largest position.
+"""
 MERGE, WINDOW, PATCH_VALUES = 2, 56, 3 * 2 * 14 * 14
 CHAT_TEMPLATE = (  # Qwen2.5-VL's template with words of the tiny tokenizer
     "{% for message in messages %}w3 {% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'image' or 'image' in part %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in part %}{{ part.text }}{% endif %}{% endfor %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif part.type == 'video' or 'video' in part %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% elif 'text' in part %}{{ part.text }}{% endif %}{% endfor %}"
     "{% endif %} w4 {% endfor %}{% if add_generation_prompt %}w5 {% endif %}"
 )
 
@@ -34,7 +42,7 @@ TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-IDS = {"image_token_id": IMAGE, "video_token_id": 251, "vision_start_token_id": START, "vision_end_token_id": END}
+IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 
 
 def config(**fields: Any) -> Any:
@@ -52,11 +60,12 @@ def config(**fields: Any) -> Any:
         "patch_size": 14,
         "spatial_merge_size": MERGE,
         "temporal_patch_size": 2,
+        "tokens_per_second": 2,
         "window_size": WINDOW,
         "fullatt_block_indexes": [1, 3],
     }
     return transformers.Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, **IDS, **{"tie_word_embeddings": False, **fields}
+        text_config=text, vision_config=vision, **{**IDS, "tie_word_embeddings": False, **fields}
     )
 
 
@@ -100,6 +109,11 @@ VL_MODELS: dict[str, Callable[[], Any]] = {
 """Configurations of the tiny models."""
 
 
+def has_timestamps(name: str) -> bool:
+    """Return True if the model of this name in `VL_MODELS` has each time step of a video as a separate image."""
+    return name.startswith("qwen3")
+
+
 def write_vl_model(path: Path, name: str = "vl") -> Path:
     """Save a model of `VL_MODELS` at `path`; its weights are the same every time."""
     import transformers
@@ -127,32 +141,64 @@ def published_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     return weights | {name: weight.transpose(1, 2).contiguous() for name, weight in stacks.items()}
 
 
-def sequences() -> list[tuple[torch.Tensor, list[tuple[int, torch.Tensor, torch.Tensor]]]]:
-    """Tokens of each sequence, and its images: (first token, pixels [patches, values], grid [3])."""
+class Picture(NamedTuple):
+    """An image, or a run of a video's tokens."""
+
+    start: int  # index of the first token
+    pixels: torch.Tensor  # [patches, values per patch]
+    grid: torch.Tensor  # int64 [3]
+    seconds: float  # from time step to time step; 0 for an image
+    token: int  # the placeholder
+
+
+def sequences(*, timestamps: bool) -> list[tuple[torch.Tensor, list[Picture]]]:
+    """Tokens of each sequence, and its images and videos in the order of their tokens.
+
+    timestamps: each time step of a video is a separate image, as in Qwen3-VL.
+    """
     generator = torch.Generator().manual_seed(3)
     result = []
     for number, length in enumerate(LENGTHS):
         tokens = torch.randint(0, 250, (length,), generator=generator)
-        images = []
-        for start, (rows, columns) in GRIDS.get(number, []):
-            count = rows * columns // MERGE**2
-            tokens[start - 1], tokens[start : start + count], tokens[start + count] = START, IMAGE, END
-            pixels = torch.randn(rows * columns, PATCH_VALUES, generator=generator)
-            images.append((start, pixels, torch.tensor([1, rows, columns])))
-        result.append((tokens, images))
+        grids = [(start, (1, *grid), 0.0, IMAGE) for start, grid in GRIDS.get(number, [])]
+        for start, (steps, rows, columns), seconds in VIDEOS.get(number, []):
+            if timestamps:
+                count = rows * columns // MERGE**2 + 1  # and a token of text
+                grids += [(start + step * count, (1, rows, columns), 0.0, VIDEO) for step in range(steps)]
+            else:
+                grids.append((start, (steps, rows, columns), seconds, VIDEO))
+        pictures = []
+        for start, (steps, rows, columns), seconds, token in sorted(grids):
+            count = steps * rows * columns // MERGE**2
+            tokens[start - 1], tokens[start : start + count], tokens[start + count] = START, token, END
+            pixels = torch.randn(steps * rows * columns, PATCH_VALUES, generator=generator)
+            pictures.append(Picture(start, pixels, torch.tensor([steps, rows, columns]), seconds, token))
+        result.append((tokens, pictures))
     return result
 
 
-def images_of(numbers: list[int]) -> Any:
+def sample_images(pictures: list[Picture]) -> Any:
+    """Return the SampleImages of a sequence; None if it has no images."""
+    from megarl.types import SampleImages
+
+    if not pictures:
+        return None
+    starts, pixels, grids, seconds, _ = zip(*pictures, strict=True)
+    with_steps = any(grid[0] > 1 for grid in grids)
+    return SampleImages(
+        torch.cat(pixels).numpy(),
+        torch.stack(grids).numpy(),
+        np.array(starts),
+        np.array(seconds) if with_steps else None,
+    )
+
+
+def images_of(numbers: list[int], *, timestamps: bool) -> Any:
     """The images of a micro batch of the sequences `numbers`; None if it has no images."""
     from megarl.megatron.images import Images
 
-    every = sequences()
-    images = [(place, *image) for place, number in enumerate(numbers) for image in every[number][1]]
-    if not images:
-        return None
-    owners, starts, pixels, grids = (list(column) for column in zip(*images, strict=True))
-    return Images(torch.cat(pixels), torch.stack(grids), owners, starts)
+    every = sequences(timestamps=timestamps)
+    return Images.of([sample_images(every[number][1]) for number in numbers])
 
 
 def transformers_model(path: Path) -> Any:
@@ -163,15 +209,23 @@ def transformers_model(path: Path) -> Any:
     ).eval()
 
 
-def transformers_inputs() -> list[dict[str, torch.Tensor]]:
+def transformers_inputs(*, timestamps: bool) -> list[dict[str, torch.Tensor]]:
     """Arguments of transformers' model for each sequence alone."""
     every = []
-    for tokens, images in sequences():
+    for number, (tokens, pictures) in enumerate(sequences(timestamps=timestamps)):
         inputs: dict[str, torch.Tensor] = {"input_ids": tokens[None]}
-        if images:
-            inputs["pixel_values"] = torch.cat([pixels for _, pixels, _ in images])
-            inputs["image_grid_thw"] = torch.stack([grid for _, _, grid in images])
-            inputs["mm_token_type_ids"] = (tokens == IMAGE).int()[None]
+        if pictures:
+            inputs["mm_token_type_ids"] = ((tokens == IMAGE) + 2 * (tokens == VIDEO)).int()[None]
+        if number in GRIDS:
+            inputs["pixel_values"] = torch.cat([picture.pixels for picture in pictures if picture.token == IMAGE])
+            inputs["image_grid_thw"] = torch.tensor([[1, *grid] for _, grid in GRIDS[number]])
+        if number in VIDEOS:
+            inputs["pixel_values_videos"] = torch.cat(
+                [picture.pixels for picture in pictures if picture.token == VIDEO]
+            )
+            inputs["video_grid_thw"] = torch.tensor([grid for _, grid, _ in VIDEOS[number]])
+            if not timestamps:
+                inputs["second_per_grid_ts"] = torch.tensor([seconds for _, _, seconds in VIDEOS[number]])
         every.append(inputs)
     return every
 
@@ -181,7 +235,8 @@ def transformers_inputs() -> list[dict[str, torch.Tensor]]:
 def vl_of_transformers(path: Path) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Transformers' (log-probs, entropy) of each sequence alone, [length] each."""
     model = transformers_model(path)
-    return [rows_of_logits(model(**inputs).logits[0], inputs["input_ids"][0]) for inputs in transformers_inputs()]
+    inputs_of = transformers_inputs(timestamps=has_timestamps(path.name))
+    return [rows_of_logits(model(**inputs).logits[0], inputs["input_ids"][0]) for inputs in inputs_of]
 
 
 def check_upstream(path: str) -> None:
@@ -218,7 +273,7 @@ def write_processor(path: Path, processor_class: str = "Qwen2_5_VLProcessor") ->
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    special = {"<|image_pad|>": IMAGE, "<|video_pad|>": 251, "<|vision_start|>": START, "<|vision_end|>": END}
+    special = {"<|image_pad|>": IMAGE, "<|video_pad|>": VIDEO, "<|vision_start|>": START, "<|vision_end|>": END}
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(IMAGE)} | special, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -236,3 +291,19 @@ def write_processor(path: Path, processor_class: str = "Qwen2_5_VLProcessor") ->
         "image_std": [0.5, 0.5, 0.5],
     }
     (path / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+def write_video_processor(path: Path, name: str, smallest: int, largest: int) -> None:
+    """Write the settings of the video processor class `name`, with its limits in pixels."""
+    import json
+
+    settings = {
+        "video_processor_type": name,
+        "size": {"shortest_edge": smallest, "longest_edge": largest},
+        "patch_size": 14,
+        "merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    }
+    (path / "video_preprocessor_config.json").write_text(json.dumps(settings))

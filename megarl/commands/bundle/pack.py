@@ -102,7 +102,7 @@ def contents_of(recorded: RunDirectory, choice: BundledStep) -> tuple[Descriptio
     portable, left_out = bundled_recipe(recipe, names)
     left_out += [f"{module}: an installed package" for module in installed]
     if (Path(recipe.model.path) / "preprocessor_config.json").is_file():
-        left_out.append(f"images that rows name by a path: copy them into {FILES}/data/")
+        left_out.append(f"images and frames of videos that rows name by a path: copy them into {FILES}/data/")
     members += _recorded(recorded, choice, to_yaml(portable).encode())
     if (checkpoint := first_checkpoint(recorded, segment, recipe.train.resume)) is not None:
         members += _checkpoint(checkpoint)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.commands.data.source import PreparedFiles, problem_row, write_splits
-from megarl.data.images import PLACEHOLDER
+from megarl.data.placeholders import IMAGE
 from megarl.data.rows import Row
 
 INSTRUCTION = (
@@ -32,10 +32,10 @@ def prepare(source: str, out: Path) -> PreparedFiles:
 def _prompt_row(row: Row, split: str, index: int, *, folder: Path) -> dict[str, Any]:
     problem, answer = row.need("problem", str), row.need("answer", str)
     images = [{"bytes": _encoded(row, image, folder), "path": None} for image in row.need("images", list)]
-    if not answer.strip() or not images or problem.count(PLACEHOLDER) != len(images):
+    if not answer.strip() or not images or problem.count(IMAGE) != len(images):
         raise ValueError(
-            f"{row.where}: {len(images)} images, {problem.count(PLACEHOLDER)} {PLACEHOLDER} in the problem and the "
-            f"answer {answer!r}: a problem needs an answer, an image, and one {PLACEHOLDER} per image"
+            f"{row.where}: {len(images)} images, {problem.count(IMAGE)} {IMAGE} in the problem and the "
+            f"answer {answer!r}: a problem needs an answer, an image, and one {IMAGE} per image"
         )
     content = f"{problem} {INSTRUCTION}"
     prompt_row = problem_row(DATA_SOURCE, content, answer, split, index, answer=answer, question=problem)

@@ -13,14 +13,14 @@ from megarl.agents import find
 from megarl.commands.data.source import problem_row
 from megarl.data.rows import write_parquet
 
-Layout = Literal["problems", "pictures", "answers", "conversations", "pairs"]
+Layout = Literal["problems", "pictures", "films", "answers", "conversations", "pairs"]
 PICTURE = (60, 60)  # pixels, a little more than the minimum of a vision tower
 
 
 def write_tiny_rows(path: Path, layout: Layout, data_source: str, count: int, seed: int) -> Path:
     """Write `count` rows with this data source to the parquet file `path`. Return `path`.
 
-    Layouts: "problems" has RL prompts with an answer; "pictures" also has an image per prompt; "answers" has prompt and
+    Layouts: "problems" has RL prompts with an answer; "pictures" also has an image per prompt, "films" a video of three frames; "answers" has prompt and
     response; "conversations" has messages with a tool call; "pairs" has prompt, chosen and rejected.
     """
     rng = random.Random(seed)
@@ -36,6 +36,9 @@ def _row(layout: Layout, data_source: str, index: int, rng: random.Random) -> di
     if layout == "pictures":
         row = problem_row(data_source, f"<image>{question}", answer, "train", index)
         return {**row, "images": [{"bytes": _picture(rng), "path": None}]}
+    if layout == "films":
+        row = problem_row(data_source, f"<video>{question}", answer, "train", index)
+        return {**row, "videos": [{"frames": [_picture(rng) for _ in range(3)], "fps": 2.0}]}
     named = {"data_source": data_source, "extra_info": {"split": "train", "index": index}}
     if layout == "answers":
         return {**named, "prompt": question, "response": f"#### {answer}"}

@@ -26,12 +26,13 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# Tokens of an image in the chat template of Qwen2.5-VL.
+# Tokens of images and videos in the chat template of Qwen2.5-VL.
 IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _TEXT = "{{ message.content or '' }}"
 _TEXT_AND_IMAGES = (
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
     "{% if part.type == 'image' or 'image' in part %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' or 'video' in part %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% elif 'text' in part %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
 )
 

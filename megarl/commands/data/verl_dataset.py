@@ -118,7 +118,9 @@ def _row(where: str, item: Any, names: Mapping[str, Any]) -> dict[str, Any]:
         if item.get(key):
             info.setdefault(key, item[key])
     if item.get(video_key) is not None and len(item[video_key]):
-        raise ValueError(f"{where} has videos, which megarl does not read")
+        raise ValueError(
+            f"{where} has videos, which are not converted: write rows with a column `videos` of frames (docs/data.md)"
+        )
     prompt, images = _messages(where, messages)
     if not images:
         images = [_image(where, image) for image in (item[image_key] if item.get(image_key) is not None else ())]

@@ -41,7 +41,7 @@ _FOLDERS = {
     "retool": Columns("conversations", retool_sft.DATA_SOURCE),
     "data": Columns("problems", word_problems.DATA_SOURCE),  # the quickstart's
 }
-_BY_COLUMN: dict[str, Layout] = {"images": "pictures", "chosen": "pairs", "messages": "conversations", "response": "answers", "prompt": "problems"}  # fmt: skip
+_BY_COLUMN: dict[str, Layout] = {"videos": "films", "images": "pictures", "chosen": "pairs", "messages": "conversations", "response": "answers", "prompt": "problems"}  # fmt: skip
 
 
 def write_data(recipe: Recipe, small: Recipe, folder: Path, changes: Changes) -> None:
@@ -76,7 +76,7 @@ def columns_of(recipe: Recipe, key: str, file: str) -> Columns:
     """
     path = Path(file)
     if path.is_file():
-        row = next(iterate_rows(path, ("prompt",), ("messages",), ("chosen", "rejected"), optional=("data_source", "images", "response"), names=recipe.data.columns), None)  # fmt: skip
+        row = next(iterate_rows(path, ("prompt",), ("messages",), ("chosen", "rejected"), optional=("data_source", "images", "videos", "response"), names=recipe.data.columns), None)  # fmt: skip
         if row is not None:
             layout = next((layout for column, layout in _BY_COLUMN.items() if row.values.get(column)), None)
             if layout is None:

@@ -64,7 +64,7 @@ def make_tiny_copy(
     make_tiny_tokenizer(model, images=has_tower(config))
     write_model(model, config, _SEED, _SPREAD)
     if has_tower(config):
-        _write_image_processor(model, config["vision_config"])
+        _write_processors(model, config)
     _set_model_paths(small, str(model), changes)
     write_data(recipe, small, folder / "data", changes)
     changes.set(small, "runs_dir", str(folder / "runs"), _FOLDER)
@@ -88,7 +88,8 @@ def _set_model_paths(small: Recipe, model: str, changes: Changes) -> None:
         changes.set(teacher, f"teacher.by_source.{source}.path", model, reason)
 
 
-def _write_image_processor(model: Path, vision: dict[str, Any]) -> None:
+def _write_processors(model: Path, config: dict[str, Any]) -> None:
+    vision = config["vision_config"]
     settings = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": "Qwen2_5_VLProcessor",
@@ -99,3 +100,7 @@ def _write_image_processor(model: Path, vision: dict[str, Any]) -> None:
         "image_std": [0.5, 0.5, 0.5],
     }
     (model / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    kind = "Qwen2VL" if config["model_type"] == "qwen2_5_vl" else "Qwen3VL"
+    size = {"shortest_edge": 3136, "longest_edge": 25165824}
+    settings = {**settings, "video_processor_type": f"{kind}VideoProcessor", "size": size}
+    (model / "video_preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

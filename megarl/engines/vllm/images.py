@@ -1,5 +1,6 @@
-"""Images as inputs of vLLM: prepared patches and expanded placeholder tokens.
+"""Images and videos as inputs of vLLM: prepared patches and expanded placeholder tokens.
 
+An image of several time steps is a video for vLLM; one time step of a video is an image, which gives the same values.
 megarl prepares each image once, so that engine and trainer read the same values. vLLM's multi-modal processing (image
 processor, placeholder expansion) is bypassed: its values could differ from the trainer's in the last bits.
 """
@@ -18,6 +19,9 @@ import numpy as np
 
 from megarl.hf.families import has_tower
 from megarl.types import SampleImages
+
+_NAMES = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+"""Names of patches and grids in vLLM's models."""
 
 
 def has_prepared_inputs() -> bool:
@@ -49,6 +53,7 @@ def image_args(model_config: Mapping[str, Any], device: str) -> dict[str, Any]:
 
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": False,  # its processors need a tokenizer, although nothing is tokenized
+        # Memory is not measured with vLLM's longest video. The limit does not hold for prepared inputs.
         "limit_mm_per_prompt": {"video": 0},
         "mm_processor_cache_gb": 0,  # nothing is processed
     }
@@ -76,32 +81,45 @@ def check_images(images: SampleImages, tokens: tuple[int, ...], merge: int) -> N
 
 
 def engine_input(tokens: tuple[int, ...], images: SampleImages, merge: int) -> Any:
-    """Return the input of vLLM's `add_request` for a prompt with images."""
+    """Return the input of vLLM's `add_request` for a prompt with images or videos."""
     import torch
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
-    grids = torch.from_numpy(images.grids)
-    fields = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grids.prod(1)),
-        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    ends = np.cumsum(images.grids.prod(1))
+    patches = [images.pixels[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    seconds = np.zeros(len(ends)) if images.seconds is None else images.seconds
+    counts, hashes = image_tokens(images, merge), _hashes(images, patches, seconds)
+    fields: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    chosen = {
+        "image": np.flatnonzero(images.grids[:, 0] == 1).tolist(),
+        "video": np.flatnonzero(images.grids[:, 0] > 1).tolist(),
     }
-    values = {"pixel_values": torch.from_numpy(images.pixels), "image_grid_thw": grids}
-    ranges = [
-        PlaceholderRange(offset=start, length=count)
-        for start, count in zip(images.starts.tolist(), image_tokens(images, merge), strict=True)
-    ]
+    chosen = {kind: indices for kind, indices in chosen.items() if indices}
+    for kind, indices in chosen.items():
+        pixels, grids = _NAMES[kind]
+        values[pixels] = torch.from_numpy(np.concatenate([patches[i] for i in indices]))
+        values[grids] = torch.from_numpy(images.grids[indices])
+        fields[pixels] = MultiModalFieldConfig.flat_from_sizes(kind, values[grids].prod(1))
+        fields[grids] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
+        if kind == "video":  # in double precision, as the trainer multiplies them
+            values["second_per_grid_ts"] = torch.from_numpy(seconds[indices])
+            fields["second_per_grid_ts"] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
+    starts = images.starts.tolist()
     return _prepared_input()(
         list(tokens),
         MultiModalKwargsItems.from_hf_inputs(values, fields),
-        {"image": _hashes(images)},
-        {"image": ranges},
+        {kind: [hashes[i] for i in indices] for kind, indices in chosen.items()},
+        {
+            kind: [PlaceholderRange(offset=starts[i], length=counts[i]) for i in indices]
+            for kind, indices in chosen.items()
+        },
     )
 
 
-def _hashes(images: SampleImages) -> list[str]:
-    """Return a hash of each image's content, the key of vLLM's caches."""
-    ends = np.cumsum(images.grids.prod(1)).tolist()
+def _hashes(images: SampleImages, patches: list[np.ndarray], seconds: np.ndarray) -> list[str]:
+    """Return a hash of each image's content and times, the key of vLLM's caches."""
     return [
-        hashlib.blake2b(images.pixels[begin:end].tobytes() + grid.tobytes(), digest_size=16).hexdigest()
-        for begin, end, grid in zip([0, *ends], ends, images.grids, strict=False)
+        hashlib.blake2b(part.tobytes() + grid.tobytes() + step.tobytes(), digest_size=16).hexdigest()
+        for part, grid, step in zip(patches, images.grids, seconds, strict=True)
     ]

@@ -178,6 +178,7 @@ def _image_layout(hf_config: Any) -> ImageLayout | None:
         merge=vision.spatial_merge_size,
         patch=vision.patch_size,
         patch_values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
+        tokens_per_second=getattr(vision, "tokens_per_second", None),
     )
 
 

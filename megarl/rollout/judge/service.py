@@ -57,7 +57,7 @@ class Judge:
     def judge(self, group: Group, prompt: Prompt, data: DataRef, responses: DataRef) -> Future[tuple[Group, DataRef]]:
         """Add the judge's term to the rewards of `group`. `responses`: the text of each sample."""
         result: Future[tuple[Group, DataRef]] = Future()
-        row, began = replace(prompt, tokens=(), text="", images=()), time.monotonic()
+        row, began = replace(prompt, tokens=(), text="", images=(), videos=()), time.monotonic()
 
         def judged(call: Future[tuple[list[Judgement], DataRef]]) -> None:
             judgements, texts = call.result()

@@ -199,6 +199,8 @@ def test_rows_have_the_columns_of_the_file_if_it_exists(tmp_path: Path) -> None:
     assert columns(str(file)).data_source == "openai/gsm8k"
     file.write_text(json.dumps({"data_source": "me/own", "prompt": "1 + 1", "images": [1]}) + "\n")
     assert (columns(str(file)).data_source, columns(str(file)).layout) == ("me/own", "pictures")
+    file.write_text(json.dumps({"data_source": "me/own", "prompt": "<video>", "images": [], "videos": [["a"]]}) + "\n")
+    assert columns(str(file)).layout == "films"
     with pytest.raises(RecipeError, match=r"set reward\.function"):
         columns("data/unheard_of/train.parquet")
     assert columns("hf://openai/gsm8k/main/test") == columns("data/gsm8k/test.parquet")
