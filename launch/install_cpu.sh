@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make (or re-use) the virtual environment .venv with everything a CPU machine needs. Prints what it does.
-#   MEGARL_PYTHON   interpreter to make it with (default: python3.11, else python3)
+#   MEGARL_PYTHON   interpreter to make it with (default: python3.11, python3.12 or python3, whichever is found first)
 #   MEGARL_VENV     where (default: .venv beside this repository's README)
 #   PIP_EXTRA_INDEX_URL   where pip finds the CPU build of torch (see README)
 set -euo pipefail
@@ -11,17 +11,27 @@ files=("$root/launch/requirements-cpu.txt")
 if [ "$extra" = dev ]; then files+=("$root/launch/requirements-dev.txt"); fi
 
 if [ ! -x "$venv/bin/python" ]; then
-  python=${MEGARL_PYTHON:-$(command -v python3.11 || command -v python3)}
+  python=${MEGARL_PYTHON:-$(command -v python3.11 || command -v python3.12 || command -v python3 || true)}
+  version=$("${python:-python3}" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || version="not found"
+  case $version in
+    3.11 | 3.12) ;;
+    *)
+      echo "the locked packages need Python 3.11 or 3.12, and ${python:-python3} is $version." \
+        "Install one of them, and name it: MEGARL_PYTHON=/path/to/python3.11 (vLLM 0.32 needs at least 3.11)" >&2
+      exit 2
+      ;;
+  esac
   echo "making a virtual environment in $venv with $("$python" --version)"
   "$python" -m venv "$venv"
 fi
 for file in "${files[@]}"; do
   stamp=$venv/installed-$(basename "$file")
   if ! cmp -s "$file" "$stamp"; then
-    echo "installing $(grep -c '==' "$file") packages of $(basename "$file"); a first time takes some minutes and 2.4 GB"
+    echo "installing $(grep -c '==' "$file") packages of $(basename "$file"); a first time takes some minutes and 2.5 GB"
     # The lock names every package; the resolver could only add what a CPU cannot use (torchvision, CUDA).
     "$venv/bin/python" -m pip install --quiet --no-deps -r "$file" || {
-      echo "installation failed. If torch was not found: the CPU build lies on PyTorch's own index, see 'Install' in README.md" >&2
+      echo "installation failed. If torch was not found, name the index of its CPU builds and start again:" \
+        "export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" >&2
       exit 1
     }
     cp "$file" "$stamp"

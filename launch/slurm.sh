@@ -3,6 +3,7 @@
 #
 #   sbatch launch/slurm.sh recipes/dapo_qwen3_30b.yaml [key=value ...]
 #   sbatch --nodes=16 launch/slurm.sh recipes/grpo_deepseek_v3.yaml
+#   sbatch --nodes=16 --gres=gpu:8 launch/slurm.sh recipes/cuda/grpo_deepseek_v3.yaml     NVIDIA
 #
 # The lines to edit for your cluster are these, and the three below. What is on sbatch's own command line goes before.
 #SBATCH --job-name=megarl
@@ -16,7 +17,8 @@
 # was preempted again, which with train.save_every and train.resume=auto goes on from the newest checkpoint.
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
-export DEVICES_PER_NODE=${DEVICES_PER_NODE:-16} # Slurm does not say how many NPUs a node gives
+# Slurm says how many GPUs a node gives, and not how many NPUs.
+export DEVICES_PER_NODE=${DEVICES_PER_NODE:-${SLURM_GPUS_ON_NODE:-16}}
 container=()                                    # e.g. (apptainer exec --bind /shared,/usr/local/Ascend/driver megarl.sif)
 interface=${MEGARL_INTERFACE:-}                 # the network interface between the nodes, where there are several
 
@@ -31,7 +33,7 @@ if [ ! -f launch/multinode.sh ]; then
   exit 2
 fi
 if [ -n "$interface" ]; then
-  export HCCL_SOCKET_IFNAME=$interface GLOO_SOCKET_IFNAME=$interface TP_SOCKET_IFNAME=$interface
+  for library in HCCL GLOO TP NCCL; do export "${library}_SOCKET_IFNAME=$interface"; done
 fi
 # One task a node, on all of its cores; srun hands signals on, and the launcher of each node ends what it started there:
 # srun must not kill them for one that is done earlier.

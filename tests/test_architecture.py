@@ -53,7 +53,7 @@ HOMES = {
     "tensorboard": ("observe/sinks.py", "commands/compare/"),
     "pyarrow": ("data/rows.py",),
     "huggingface_hub": ("hf/hub/",),
-    "PIL": ("data/image_files.py", "commands/data/"),
+    "PIL": ("data/image_files.py", "agents/tool_process.py", "commands/data/"),
     "pyseccomp": ("sandbox/syscalls.py",),
     "mcp": ("agents/mcp_tools.py",),
     "starlette": ("commands/view/", "commands/serve/"),

@@ -35,7 +35,7 @@ without the files, give others (`data.train_files='["rows.parquet"]'`).
 ## Script
 
 `convert-config` reads a script, or a command line from standard input (`-`). It parses the script and evaluates it as bash does, and runs nothing
-of it. [shfmt](https://github.com/mvdan/sh) is the parser (`pip install 'megarl[convert]'`; the files in `launch/` install it).
+of it. [shfmt](https://github.com/mvdan/sh) is the parser (`pip install shfmt-py==4.2.0`; the files in `launch/` install it).
 
 ```bash
 python -m megarl convert-config run_sft.sh 1=8 2=out/sft MODEL_PATH=models/Qwen3-8B megatron.tensor_parallel=2

@@ -1,4 +1,4 @@
-"""mkdocs hook: Markdown files of the repository outside docs/ become pages, and linked source files, too.
+"""mkdocs hooks: Markdown files of the repository outside docs/ become pages, and linked source files, too.
 
 The pages keep the relative links that work on GitHub and in an editor. On the site `../recipes/quickstart.yaml` leads to a page
 with the file's text, so that the site is complete without a network and shows the same commit everywhere.
@@ -25,8 +25,18 @@ PAGES = {
     "examples/README.md": "examples.md",
 }
 """Files of the repository -> their pages on the site."""
+LOW_IN_SEARCH = {
+    "architecture.md": 0.2,
+    "benchmarks.md": 0.2,
+    "changelog.md": 0.2,
+    "from_verl_reference.md": 0.2,
+    "numerics.md": 0.2,
+    "upstream.md": 0.2,
+}
+"""Pages with words of every subject -> their weight in the search, which lists the pages about a subject first."""
 LANGUAGES = {".yaml": "yaml", ".py": "python", ".sh": "bash", ".env": "bash", ".json": "json", ".md": "markdown"}
 FENCE = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+LONG_NAME = re.compile(r"(?<=<td><code>)[\w.*]{40,}(?=</code>)")
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 
@@ -46,10 +56,20 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: Files) -> str:
-    """Point links that leave docs/ to the pages of their files."""
+    """Point links that leave docs/ to the pages of their files, and rank the page in the search."""
+    if page.file.src_uri in LOW_IN_SEARCH:
+        page.meta["search"] = {"boost": LOW_IN_SEARCH[page.file.src_uri]}
     return outside_fences(
         markdown, lambda text: LINK.sub(lambda match: match[1] + address(page.file, match[2]) + match[3], text)
     )
+
+
+def on_post_page(output: str, *, page: Any, config: MkDocsConfig) -> str:
+    """Allow a line break after each dot of a long name in a table, which keeps the other columns in view.
+
+    This is the last hook, after the search has read the page: a name in it stays one word.
+    """
+    return LONG_NAME.sub(lambda match: match[0].replace(".", ".<wbr>"), output)
 
 
 def links(markdown: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ class ColumnSelection:
     """Columns to read of a file.
 
     layouts: alternative sets of columns; the file must have all columns of one set. optional: columns to read if present.
-    names: `data.columns`: a column to the file's column, or to a field of one, as in ``extra_info.question``.
+    names: `data.columns`: a column to the file's column, or to a field of one, as in ``extra_info.question``. None: no recipe
+    names the file, so no setting can rename its columns.
     """
 
     layouts: Sequence[Sequence[str]]
     optional: Sequence[str] = ()
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] | None = None
 
     @property
     def columns(self) -> set[str]:
@@ -45,7 +46,9 @@ class ColumnSelection:
         if all(missing) or absent:
             lacks = [absent] if absent else missing
             text = ", or ".join(" and ".join(map(self._label, columns)) for columns in lacks)
-            raise ValueError(f"{where}: no column {text}; it has {', '.join(present) or 'none'}")
+            raise ValueError(
+                f"{where}: no column {text}; it has {', '.join(present) or 'none'}{self._remedy(lacks[-1])}"
+            )
 
     def values(self, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the selected columns of a row of the file. ValueError if a field or JSON text in it is wrong."""
@@ -53,18 +56,30 @@ class ColumnSelection:
 
     def named(self) -> list[str]:
         """Return the selected columns for which `names` has another name."""
-        return [column for column in sorted(self.columns) if self._key(column) in self.names]
+        return [column for column in sorted(self.columns) if self._key(column) in self._names]
+
+    @property
+    def _names(self) -> Mapping[str, str]:
+        return self.names or {}
+
+    def _remedy(self, lacks: Sequence[str]) -> str:
+        """Return the end of the message about missing columns: the setting that gives them the names of the file."""
+        unnamed = [column for column in lacks if self._key(column) not in self._names]
+        if self.names is None or not unnamed:
+            return ""
+        keys = ", ".join(f"{GROUND_TRUTH if column == 'reward_model' else column}: NAME" for column in unnamed)
+        return f". If the file has them under other names, set data.columns: {{{keys}}} (docs/data.md)"
 
     def _key(self, column: str) -> str:
-        return GROUND_TRUTH if column == "reward_model" and GROUND_TRUTH in self.names else column
+        return GROUND_TRUTH if column == "reward_model" and GROUND_TRUTH in self._names else column
 
     def _path(self, column: str) -> list[str]:
         key = self._key(column)
-        return self.names.get(key, key).split(".")
+        return self._names.get(key, key).split(".")
 
     def _label(self, column: str) -> str:
         key = self._key(column)
-        return repr(self.source(column)) + (f" (data.columns.{key})" if key in self.names else "")
+        return repr(self.source(column)) + (f" (data.columns.{key})" if key in self._names else "")
 
     def _value(self, where: str, row: Mapping[str, Any], column: str) -> Any:
         source, *fields = self._path(column)
@@ -76,7 +91,7 @@ class ColumnSelection:
                 break
             if not isinstance(value, dict) or name not in value:
                 has = ", ".join(map(str, value)) or "none" if isinstance(value, dict) else "none"
-                path = self.names[self._key(column)]
+                path = self._names[self._key(column)]
                 raise ValueError(f"{where}: column {source!r} has no field {path!r}; fields: {has}")
             value = value[name]
         return {GROUND_TRUTH: value} if self._key(column) == GROUND_TRUTH else value

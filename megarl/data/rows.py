@@ -57,7 +57,7 @@ def iterate_rows(
     """
     check_file(file)
     yield from (_parquet_rows if file.suffix == ".parquet" else _jsonl_rows)(
-        file, ColumnSelection(layouts, optional, names or {})
+        file, ColumnSelection(layouts, optional, names)
     )
 
 
@@ -85,7 +85,7 @@ def sample_rows(
     """
     check_file(file)
     read = _parquet_sample if file.suffix == ".parquet" else _jsonl_sample
-    rows, total = read(file, count, ColumnSelection(layouts, optional, names or {}))
+    rows, total = read(file, count, ColumnSelection(layouts, optional, names))
     if not total:
         raise ValueError(f"{file}: the file has no rows")
     return rows, total
@@ -271,6 +271,6 @@ def _jsonl_row(where: str, line: bytes, selection: ColumnSelection) -> Row:
 
 def _neighbours(file: Path) -> str:
     if not file.parent.is_dir():
-        return f" (nor a directory {file.parent})"
+        return f" (nor a directory {file.parent}): correct the path; `megarl data --help` lists the data sets that megarl prepares"
     names = sorted(path.name for path in file.parent.iterdir() if path.suffix in (".parquet", ".jsonl"))
     return f"; {file.parent} has {', '.join(names) or 'no .parquet or .jsonl files'}"

@@ -74,8 +74,8 @@ class OtlpSpans(Spans):
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ModuleNotFoundError as error:
             raise ValueError(
-                f"observe.otlp needs the packages opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http; {error.name} is "
-                "not installed. Install them (pip install 'megarl[otlp]') or remove observe.otlp.url."
+                f"observe.otlp needs two packages, and {error.name} is not installed: pip install opentelemetry-sdk "
+                "opentelemetry-exporter-otlp-proto-http, or remove observe.otlp.url."
             ) from error
         self._trace = trace
         url = f"{config.url.rstrip('/')}/v1/traces"

@@ -19,7 +19,7 @@ CPU = DeviceKind(
         VersionSet(
             "CPU",
             "cpu",
-            ("3.10", "3.11", "3.12"),
+            ("3.11", "3.12"),
             {
                 "torch": "==2.13.0",
                 "transformers": "==5.19.0",

@@ -56,7 +56,7 @@ CUDA = DeviceKind(
         VersionSet(
             "CUDA",
             "cuda",
-            ("3.10", "3.11", "3.12"),
+            ("3.11", "3.12"),
             {
                 "torch": ">=2.13,<2.15",
                 "transformers": ">=5.16.1,<5.21",

@@ -146,8 +146,9 @@ def _read_yaml(path: Path, named_by: str) -> dict[str, Any]:
         raise RecipeError("recipe", problem, "give the file of a recipe", origin=named_by)
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path(".")
-        close = nearest(path.name, [file.name for file in folder.glob("*.yaml")])
-        remedy = f"did you mean {folder / close}?" if close else f"{folder}/ contains no such file"
+        files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+        close = nearest(path.stem, files)  # without the ending, which makes every pair of names alike
+        remedy = f"did you mean {files[close]}?" if close else f"name a file that is in {folder}/, or give its folder"
         raise RecipeError("recipe", f"the file {path} does not exist", remedy, origin=named_by)
     try:
         loaded = OmegaConf.load(path)

@@ -14,7 +14,7 @@ from megarl.data import PromptDataset, load_tokenizer
 from megarl.data.cache import key_of
 from megarl.data.preferences import PreferenceDataset
 from megarl.data.prompts import COLUMNS as PROMPT_COLUMNS
-from megarl.data.rows import sample_rows, write_parquet
+from megarl.data.rows import iterate_rows, sample_rows, write_parquet
 from megarl.data.sft import SFTDataset
 from megarl.errors import RecipeError
 from megarl.preflight.recipe.data import COLUMNS
@@ -91,6 +91,22 @@ def test_a_row_may_lack_an_optional_column_but_not_every_row(tmp_path, tokenizer
     assert len(SFTDataset([tmp_path / "some.jsonl"], tokenizer, DataConfig(columns=names), 100)) == 2
     with pytest.raises(ValueError, match=r"none\.jsonl: no column 'functions' \(data\.columns\.tools\)"):
         SFTDataset([tmp_path / "none.jsonl"], tokenizer, DataConfig(columns=names), 100)
+
+
+def test_missing_columns_name_the_setting_that_renames_them(tmp_path, tokenizer):
+    """A recipe can rename columns. `megarl data` reads files of other projects, and has no such setting."""
+    write_parquet(tmp_path / "a.parquet", [{"question": "q", "answer": "a"}])
+    with pytest.raises(ValueError) as error:
+        PromptDataset([tmp_path / "a.parquet"], tokenizer, DataConfig())
+    assert "set data.columns: {prompt: NAME, data_source: NAME, ground_truth: NAME}" in str(error.value)
+    with pytest.raises(ValueError, match=r"set data\.columns: \{ground_truth: NAME\}"):
+        PromptDataset(
+            [tmp_path / "a.parquet"], tokenizer, DataConfig(columns={"prompt": "question", "data_source": "answer"})
+        )
+    with pytest.raises(ValueError, match=r"set data\.columns: \{prompt: NAME, response: NAME\}"):
+        SFTDataset([tmp_path / "a.parquet"], tokenizer, DataConfig(), 100)
+    with pytest.raises(ValueError, match=r"no column 'prompt'; it has question, answer$"):
+        list(iterate_rows(tmp_path / "a.parquet", ("prompt",)))
 
 
 def test_images_under_another_name(tmp_path, tokenizer):

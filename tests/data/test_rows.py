@@ -65,7 +65,7 @@ def test_an_invalid_file_is_named_with_its_problem(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), tmp_path / "no.parquet")
     for name, message in {
         "missing.parquet": "missing.parquet: no such file; .* has cut.jsonl, deep.jsonl, empty.jsonl, good.parquet",
-        "nowhere/a.parquet": "no such file .nor a directory",
+        "nowhere/a.parquet": "no such file .nor a directory .*`megarl data --help` lists the data sets",
         "text.parquet": "text.parquet is not a readable parquet file",
         "empty.jsonl": "empty.jsonl: the file has no rows",
         "no.parquet": "no.parquet: the file has no rows",

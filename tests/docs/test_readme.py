@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import shlex
+import subprocess
 import time
 from pathlib import Path
 
@@ -61,6 +62,22 @@ def table(heading: str) -> list[str]:
     rank = heading.split()[0]
     part = METRICS.split(f"{heading}\n", 1)[1].split(f"\n{rank} ", 1)[0]
     return re.findall(r"^\| `([^`]+)` \|", part, re.MULTILINE)
+
+
+def test_nothing_installs_megarl_from_a_package_index() -> None:
+    """PyPI's package `megarl` is another project: a reader who installs it, or an extra of it, runs code of strangers."""
+    names = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    texts = {
+        name: (ROOT / name).read_text(encoding="utf-8", errors="replace") for name in names if (ROOT / name).is_file()
+    }
+    name_of_megarl = r"megarl(?:\[[\w,-]+\])?(?:[=<>~!]=[^\s]*)?"
+    command = re.compile(rf"pip3? install[^\n#]*?[ \"'`]({name_of_megarl})[\"'`.,;:)]*(?:\s|$)", re.M)
+    assert command.search("(`pip install 'megarl[convert]'`; the files)") and command.search("pip install megarl\n")
+    assert not command.search('pip install "dist/megarl-0.1.0-py3-none-any.whl[cpu]"')
+    here = Path(__file__).relative_to(ROOT).as_posix()
+    assert not [(name, found[1]) for name, text in texts.items() if name != here for found in command.finditer(text)]
 
 
 class TestCommands:

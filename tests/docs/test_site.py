@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -77,6 +78,23 @@ def test_source_files_have_pages(site: Path) -> None:
         "recipes/tiny/sft.yaml"
         not in (site / "search" / "search_index.json").read_text(encoding="utf-8").split('"text"')[0]
     )
+
+
+def test_the_search_finds_names_in_dotted_keys_and_lists_pages_about_a_subject_first(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    assert re.split(index["config"]["separator"], "`rollout.max_staleness`: 2.13.0")[1:] == [
+        "rollout",
+        "max_staleness",
+        "2.13.0",
+    ]
+    boosts = {entry["location"].partition("#")[0]: entry.get("boost") for entry in index["docs"]}
+    assert boosts["recipes.html"] is None and boosts["changelog.html"] < 1 and boosts["numerics.html"] < 1
+
+
+def test_long_names_in_tables_may_break_and_are_one_word_in_the_search(site: Path) -> None:
+    name = "actor_rollout_ref.model.custom_chat_template"
+    assert f"<td><code>{name.replace('.', '.<wbr>')}</code>" in (site / "from_verl.html").read_text(encoding="utf-8")
+    assert name in (site / "search" / "search_index.json").read_text(encoding="utf-8")
 
 
 def test_pages_read_nothing_from_a_network(site: Path) -> None:

@@ -108,8 +108,15 @@ def test_both_languages_have_the_same_blocks_headings_and_links(page: str) -> No
     texts = [re.sub(r"^```.*?^```", "", (FOLDER / name).read_text(encoding="utf-8"), flags=re.M | re.S) for name in (page, english)]  # fmt: skip
     ranks = [[len(marks) for marks in re.findall(r"^(#+) ", text, re.M)] for text in texts]
     assert ranks[0] == ranks[1]
-    links = [sorted(link.replace(".zh", "") for link in re.findall(r"\]\(([^)]+)\)", text)) for text in texts]
+    found = [re.findall(r"\]\(([^)]+)\)", text) for text in texts]
+    # A numbered heading has the same number in both languages.
+    links = [
+        sorted(re.sub(r"(#\d+-).*", r"\1", link.replace(".zh", "")) for link in page_links) for page_links in found
+    ]
     assert links[0] == links[1]
+    pages = [link.partition("#")[0] for link in found[0] if ".zh.md" not in link]
+    translated = [name for name in pages if (FOLDER / name).with_suffix(".zh.md").is_file() and name != english]
+    assert not translated, "link the Chinese page where there is one"
 
 
 def test_the_index_lists_every_page() -> None:

@@ -181,6 +181,9 @@ def test_broken_files(folder: Path, content: str, words: str) -> None:
 def test_missing_recipe_names_the_nearest(folder: Path) -> None:
     with pytest.raises(RecipeError, match=r"did you mean .*recipe\.yaml"):
         load_recipe(folder / "recipes.yaml")
+    with pytest.raises(RecipeError) as error:  # all names end in .yaml, which says nothing
+        load_recipe(folder / "nope.yaml")
+    assert "did you mean" not in str(error.value)
 
 
 def test_every_key_is_documented() -> None:

@@ -19,7 +19,7 @@ FOLDER = ROOT / "docs" / "tutorials"
 PAGES = sorted(path.name for path in FOLDER.glob("*.md") if path.name != "index.md")
 BLOCK = re.compile(r'^( *)```(\w+)(?: title="([^"]+)")?\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
 ONLY_PARSED = {
-    r"bash launch/quickstart\.sh": "installs 2.4 GB; `workspace` makes the same folders with fewer steps",
+    r"bash launch/quickstart\.sh": "installs 2.5 GB; `workspace` makes the same folders with fewer steps",
     r"source ": "activates the environment that runs the tests",
     r"python -m megarl view ": "serves a page until Ctrl-C; tests/commands/view/",
     r"python -m megarl model check Qwen/|hf download |HF_HUB_OFFLINE=1 |python -m megarl data \w+ --source \w+/": "needs the hub",
@@ -27,6 +27,7 @@ ONLY_PARSED = {
     r"python -m megarl plan --calibrate |python -m megarl (export|doctor) runs/(my-model|dapo)": "reads a run on devices",
     r"python -m megarl (doctor|accept|train) recipes/(cuda/|grpo_qwen2\.5_0\.5b)": "needs devices",
     r"docker |nvidia-smi|npu-smi|SHARED=\S+ bash launch/container\.sh ": "needs devices and their driver",
+    r"export PIP_EXTRA_INDEX_URL=": "is for the installation",
     r"bash launch/(ssh|multinode)\.sh |export |sbatch |kubectl ": "needs several machines; tests/runs/test_multinode.py",
 }
 """Commands that tests parse and do not run -> why."""

@@ -117,7 +117,7 @@ def _summary(stage: str, result: Survey) -> str:
 def _failure(error: ValueError) -> Finding:
     if isinstance(error, RecipeError):
         return fail(f"{error.setting}: {' '.join(error.problem.split())}", " ".join(error.remedy.split()))
-    return fail(" ".join(str(error).split()), "correct the setting named in the message")
+    return fail(" ".join(str(error).split()), "correct the file or the setting that the message names")
 
 
 def run_name(recipe: Recipe) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import uuid
@@ -89,7 +90,9 @@ def shared_memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
     store = 0 if needs.ray_address else max(_STORE_LEAST, int(_STORE_SHARE * free))
     parts = {f"{pluralize(needs.buckets, 'bucket')} of weights": buckets, "Ray": store}
     required = ", ".join(f"{_size(size)} for {purpose}" for purpose, size in parts.items() if size) or "nothing"
-    remedy = "docker run --ipc=host or --shm-size=16g; in Kubernetes an emptyDir of medium Memory at /dev/shm"
+    least = buckets if needs.ray_address else max(buckets + _STORE_LEAST, buckets / (1 - _STORE_SHARE))
+    size = math.ceil((total - free + least) / GIB)
+    remedy = f"docker run --ipc=host or --shm-size={size}g; in Kubernetes an emptyDir of medium Memory at /dev/shm"
     if needs.ray_address:
         remedy += "; the running Ray already has its object store (ray start --object-store-memory)"
     text = f"{_size(free)} of {_size(total)} are free in /dev/shm; needed: {required}"

@@ -369,7 +369,11 @@ class TestParser:
         monkeypatch.setattr(shutil, "which", lambda *args, **named: None)
         with pytest.raises(InputError) as caught:
             arguments(f"{MAIN} a=1")
-        message = "convert-config parses scripts with shfmt, which is not installed: pip install 'megarl[convert]'"
+        pin = re.search(
+            r"^convert =\n    shfmt-py == (\S+)$", (Path(__file__).parents[3] / "setup.cfg").read_text(), re.M
+        )
+        assert pin is not None
+        message = f"convert-config parses scripts with shfmt, which is not installed: pip install shfmt-py=={pin[1]}"
         assert str(caught.value) == message
 
     def test_an_old_parser_is_refused(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

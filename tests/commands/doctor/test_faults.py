@@ -110,7 +110,7 @@ FAULTS: dict[str, Fault] = {
     "few open files": ("npu", lambda m: setattr(m, "limits", (1024, 4096)), "open files", "warning", ["1024", "32768", "--ulimit"], RECIPE),
     "few open files, and a higher limit": ("cpu", lambda m: setattr(m, "limits", (1024, 524288)), "open files", "warning", ["ulimit -n 32768"], CLUSTER),
     "docker's /dev/shm": ("cpu", lambda m: m.disks.update({"/dev/shm": (64 << 20, 64 << 20)}), "shared memory", "FAIL", ["64 MiB", "--shm-size"], RECIPE),
-    "/dev/shm too small for the largest tensor": ("cpu", lambda m: m.disks.update({"/dev/shm": (8 * GIB, 8 * GIB)}), "shared memory", "FAIL", ["6.0 GiB for 2 buckets", "2.4 GiB for Ray"], Needs(bucket_bytes=3 * GIB)),
+    "/dev/shm too small for the largest tensor": ("cpu", lambda m: m.disks.update({"/dev/shm": (8 * GIB, 8 * GIB)}), "shared memory", "FAIL", ["6.0 GiB for 2 buckets", "2.4 GiB for Ray", "--shm-size=9g"], Needs(bucket_bytes=3 * GIB)),
     "no memory left": ("cpu", lambda m: m.write("/proc/meminfo", MEMINFO.format(8 << 20, 4 << 20)), "memory", "warning", ["4.0 GiB of 8.0 GiB", "6.0 GiB for 3 processes"], RECIPE),
     "a container's limit": ("cpu", lambda m: (m.write("/sys/fs/cgroup/memory.max", f"{4 * GIB}"), m.write("/sys/fs/cgroup/memory.current", f"{3 * GIB}")), "memory", "warning", ["1.0 GiB of 4.0 GiB"], RECIPE),
     "runs_dir on a file": ("cpu", lambda m: m.write("/runs"), "run directory", "FAIL", ["is a file", "runs_dir"], Needs(runs_dir="/runs/here")),

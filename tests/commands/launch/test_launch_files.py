@@ -79,13 +79,23 @@ def sbatch(tmp_path):
 
 
 def test_slurm_starts_one_launcher_per_node_and_returns_its_status(sbatch, tmp_path):
-    job = sbatch("--", sys.executable, "-c", "import os; print(os.environ['HCCL_SOCKET_IFNAME']); raise SystemExit(5)",
-                 MEGARL_INTERFACE="bond0", RAY_ADDRESS=JOINED)  # fmt: skip
+    code = "import os; print(*(os.environ[f'{name}_SOCKET_IFNAME'] for name in ('HCCL', 'GLOO', 'TP', 'NCCL'))); raise SystemExit(5)"
+    job = sbatch("--", sys.executable, "-c", code, MEGARL_INTERFACE="bond0", RAY_ADDRESS=JOINED)
     output, _ = job.communicate(timeout=60)
-    assert (output, job.returncode) == ("bond0\n", 5)
+    assert (output, job.returncode) == ("bond0 bond0 bond0 bond0\n", 5)
     called = (tmp_path / "called").read_text().split()
     assert {"--ntasks=1", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"} <= set(called)
     assert "bash launch/multinode.sh -- " in " ".join(called)
+
+
+@pytest.mark.parametrize(
+    ("environ", "devices"),
+    [({}, "16"), ({"SLURM_GPUS_ON_NODE": "8"}, "8"), ({"SLURM_GPUS_ON_NODE": "8", "DEVICES_PER_NODE": "4"}, "4")],
+)
+def test_slurm_counts_the_gpus_of_a_node(sbatch, environ, devices):
+    code = "import os; print(os.environ['DEVICES_PER_NODE'])"
+    job = sbatch("--", sys.executable, "-c", code, RAY_ADDRESS=JOINED, **{"DEVICES_PER_NODE": "", **environ})
+    assert job.communicate(timeout=60)[0] == f"{devices}\n"
 
 
 def test_slurm_forwards_the_preemption_signal_to_the_run(sbatch):
@@ -257,6 +267,19 @@ def test_the_installer_installs_megarl_itself(bare_environment, tmp_path):
     assert shown.returncode == 0 and "RECIPE" in shown.stdout, shown.stderr
     again = _install(venv)
     assert again.returncode == 0 and "megarl" not in again.stdout, "nothing is left to do"
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.13", None])
+def test_the_installer_refuses_an_interpreter_without_locked_packages(version, tmp_path):
+    """Before it makes an environment, in which pip would only name the first package that has no wheel."""
+    python = tmp_path / "python"
+    if version:
+        python.write_text(f"#!/bin/sh\necho {version}\n")
+        python.chmod(0o755)
+    venv = tmp_path / "venv"
+    done = _run([BASH, LAUNCH / "install_cpu.sh"], ROOT, MEGARL_VENV=str(venv), MEGARL_PYTHON=str(python))
+    assert done.returncode == 2 and not venv.exists(), done.stderr
+    assert f"need Python 3.11 or 3.12, and {python} is {version or 'not found'}. Install one" in done.stderr
 
 
 def test_the_installer_keeps_an_installation_of_another_checkout(bare_environment, tmp_path):

@@ -289,6 +289,17 @@ def test_the_page_has_the_consoles_hosts_routes_and_ranges(tmp_path: Path) -> No
     assert re.search(r"full\s*223 s\s*sharded\s*13.1 s", text) and "CANN 10" not in text
 
 
+def test_one_published_run_gives_no_range(tmp_path: Path) -> None:
+    """As in the console's table: limits of one run would be equal."""
+    ratios = [
+        Ratios(run, True, {"gen": factor, "step": factor}) for run, factor in (("run of A", 2.0), ("run of B", 8.0))
+    ]
+    for count, shown in ((1, "one published run, so no range"), (2, "published runs: ")):
+        spread = spreads(plans.ESTIMATE, experts=True, ratios=ratios[:count])
+        text = words(read(replace(plans.LARGE, estimate=plans.ESTIMATE, spread=spread), tmp_path))
+        assert shown in text and ("published runs: " in text) == (count == 2)
+
+
 def test_the_page_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "plan.html"
     path.write_text("the one of before")

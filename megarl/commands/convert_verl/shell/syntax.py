@@ -14,7 +14,7 @@ from megarl.errors import InputError
 Node = dict[str, Any]
 """A node as `shfmt --to-json` prints it, with two more keys: Line, its first line, and Source, its text."""
 
-INSTALL = "pip install 'megarl[convert]'"
+INSTALL = "pip install shfmt-py==4.2.0"
 _SECONDS = 15  # a launch script takes some milliseconds; time and memory grow with the square of the nesting
 _ERROR = re.compile(r"(?:.*:)?(\d+):\d+: (.*)")
 

@@ -90,8 +90,9 @@ def _figures(plan: RecipePlan, unit: Unit) -> list[dict[str, str]]:
     if estimate := plan.estimate:
         length = f"responses of {estimate.response:,.0f} tokens in the mean"
         if (expected := next((spread for spread in plan.spread if spread.name == STEP), None)) is not None:
-            scaled = f"raw {clock(estimate.seconds)}; published runs: {clock(expected.low)} to {clock(expected.high)}"
-            figure("Step, expected", clock(expected.typical), f"{scaled}; {length}")
+            limits = f"published runs: {clock(expected.low)} to {clock(expected.high)}"
+            spread = limits if expected.runs > 1 else "one published run, so no range"
+            figure("Step, expected", clock(expected.typical), f"raw {clock(estimate.seconds)}; {spread}; {length}")
             speed = short(estimate.tokens / expected.typical)
             figure(
                 "Tokens/s, expected", speed, f"raw {short(estimate.tokens_per_second)}; {short(estimate.tokens)} a step"
