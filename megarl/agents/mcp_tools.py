@@ -10,12 +10,14 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from megarl.agents import Answer, Context, Tool, ToolUnavailable
 from megarl.agents.toolbox import CallOutcome, Failure
 from megarl.cluster import orphan_reaper
 from megarl.cluster.call_gate import url_without_secrets
+from megarl.data.image_files import decode, encoded_image
 from megarl.recipe.agent import McpServer
 
 CONNECT_SECONDS = 60.0  # for a server to answer the first request
@@ -92,9 +94,10 @@ class McpTools:
         except Exception as error:
             await self._check_connection(client)
             raise ToolUnavailable(f"MCP server {self.name!r} failed: {_plain(error)}") from error
-        pictures = [part for part in result.content if part.type == "image"] if self._reads_images else []
-        images = tuple(base64.b64decode(part.data) for part in pictures)
-        return outcome(text_of(result, without=pictures), "error" if result.is_error else "", images)
+        pictures = await asyncio.to_thread(_readable_images, result) if self._reads_images else {}
+        left = [part for number, part in enumerate(result.content) if number not in pictures]
+        text = text_of(left, result.structured_content if not pictures else None)
+        return outcome(text, "error" if result.is_error else "", tuple(pictures.values()))
 
     async def _check_connection(self, client: Any) -> None:
         """Give up the connection if the server no longer answers; other calls may use it."""
@@ -153,13 +156,24 @@ class McpTools:
             self._lost.set()
 
 
-def text_of(result: Any, without: Sequence[Any] = ()) -> str:
-    """Return the text of a CallToolResult, with a note in place of other content. `without`: its content that is left out."""
-    content = [part for part in result.content if part not in without]
+def text_of(content: Sequence[Any], structured: Any = None) -> str:
+    """Return the text of a result's `content`, with a note in place of other content. `structured`: used without content."""
     parts = [part.text if part.type == "text" else f"[{part.type}, which is not text]" for part in content]
-    if not result.content and result.structured_content is not None:
-        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+    if not content and structured is not None:
+        parts = [json.dumps(structured, ensure_ascii=False)]
     return "\n".join(parts)
+
+
+def _readable_images(result: Any) -> dict[int, bytes]:
+    """Return the images of a CallToolResult that can be decoded, by their number in its content."""
+    images = {}
+    for number, part in enumerate(result.content):
+        if part.type == "image":
+            with contextlib.suppress(ValueError):  # not base64, or no image of a known format: the policy reads a note
+                image = base64.b64decode(part.data, validate=True)
+                decode(encoded_image(image, "", Path()))
+                images[number] = image
+    return images
 
 
 @contextlib.asynccontextmanager

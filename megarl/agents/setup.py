@@ -198,6 +198,16 @@ def check_tools(setup: AgentSetup, tokenizer: Tokenizer) -> list[dict[str, Any]]
     return [tool.schema for tool in everything]
 
 
+def image_notice(setup: AgentSetup, tokenizer: Tokenizer, images: ImageReader) -> str | None:
+    """Return a notice if the chat template cannot show images in answers of tools to a model that reads images."""
+    if AnswerTokens(tokenizer, setup.template_args, setup.agent.max_answer_tokens, images).writes_images:
+        return None
+    return (
+        f"the chat template in {tokenizer.directory} writes no placeholder for images of tool messages: an answer with an image would "
+        "end the run. Set data.chat_template to a template that writes them, such as Qwen3-VL's, if tools answer with images"
+    )
+
+
 def _prepare(tools: list[Tool], settings: dict[str, Any]) -> None:
     for tool in tools:
         if tool.prepare is not None:

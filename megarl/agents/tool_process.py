@@ -18,6 +18,7 @@ from megarl.agents.tool import ToolFault
 from megarl.subprocess_pool.job import Job
 
 WORK = f"{__name__}:tool_job"
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # Pillow's; others are converted
 
 
 def tool_job(path: str, settings: dict[str, Any]) -> Job:
@@ -172,7 +173,10 @@ def _encoded(image: Any, number: int) -> bytes:
             f"image {number} of its answer is neither bytes nor a Pillow image, but a {type(image).__name__}"
         )
     file = io.BytesIO()
-    image.save(file, "PNG")
+    try:
+        (image if image.mode in _PNG_MODES else image.convert("RGB")).save(file, "PNG")
+    except Exception as error:  # whatever Pillow's converters and encoders raise
+        raise ToolFault(f"image {number} of its answer cannot be written as PNG: {error}") from error
     return file.getvalue()
 
 

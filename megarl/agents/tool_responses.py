@@ -87,18 +87,18 @@ class AnswerTokens(_Messages):
 
     def with_images(
         self, answers: Sequence[tuple[str, str]], images: Sequence[Sequence[PromptImage]]
-    ) -> tuple[list[int], SampleImages | None]:
+    ) -> tuple[list[int], tuple[PromptImage, ...]]:
         """Return the tokens as `tokens` does, and the images of all answers, with starts relative to these tokens.
 
         `images`: of each answer; they come before its text.
 
         Raises:
-            ValueError: the chat template does not write one placeholder for each image, or an image cannot be decoded.
+            ValueError: the chat template does not write one placeholder for each image.
         """
         ids = np.array(self._encode(answers, [len(answer_images) for answer_images in images]))
         flat = [image for answer_images in images for image in answer_images]
         if not flat:
-            return ids.tolist(), None
+            return ids.tolist(), ()
         assert self._images is not None, "images were read"
         places = np.flatnonzero(ids == self._images.token)
         if len(places) != len(flat):
@@ -110,7 +110,20 @@ class AnswerTokens(_Messages):
         counts[places] = [image.tokens for image in flat]
         starts = (np.cumsum(counts) - counts)[places].tolist()
         placed = tuple(replace(image, start=start) for image, start in zip(flat, starts, strict=True))
-        return ids.repeat(counts).tolist(), self._images.prepare(Prompt("", (), "", "", images=placed))
+        return ids.repeat(counts).tolist(), placed
+
+    def prepare(self, images: tuple[PromptImage, ...]) -> SampleImages | None:
+        """Decode the images of `with_images`; None for none. Raises ToolFault for a damaged one."""
+        try:
+            return self._images.prepare(Prompt("", (), "", "", images=images)) if self._images is not None else None
+        except ValueError as error:
+            raise _fault("an answer has images", error) from error
+
+    @property
+    def writes_images(self) -> bool:
+        """True if the chat template writes a placeholder for an image of a tool message."""
+        assert self._images is not None, "the model reads images"
+        return self._encode([("tool", "answer")], [1]).count(self._images.token) == 1
 
     def read(self, answer: ToolAnswer) -> tuple[PromptImage, ...]:
         """Return the images of an answer. Raises ToolFault for one that cannot be read."""
@@ -124,9 +137,7 @@ class AnswerTokens(_Messages):
                 if self._images is not None
             )
         except ValueError as error:
-            fault = ToolFault(f"its answer has images: {error}")
-            fault.source = f"tool {name!r}"
-            raise fault from error
+            raise _fault("its answer has images", error, f"tool {name!r}") from error
 
     def _encode(self, answers: Sequence[tuple[str, str]], images: Sequence[int] = ()) -> list[int]:
         """Return the tokens, with one placeholder for each image. `images`: number of each answer's."""
@@ -170,6 +181,12 @@ class AnswerTokens(_Messages):
         rest = self.tokenizer.decode(ids[ends[-1] + 1 :])
         assert before.endswith(rest), (before, rest)
         return rest
+
+
+def _fault(problem: str, error: ValueError, source: str = "tools") -> ToolFault:
+    fault = ToolFault(f"{problem}: {error}")
+    fault.source = source
+    return fault
 
 
 def _calling(talk: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:

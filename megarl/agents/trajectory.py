@@ -27,6 +27,7 @@ from megarl.types import (
     FailureKind,
     GenerationRequest,
     Prompt,
+    PromptImage,
     SampleFailure,
     SampleImages,
     Span,
@@ -205,9 +206,9 @@ class AgentLoop:
             if reason:
                 break
             try:
-                images = None
+                shown: tuple[PromptImage, ...] = ()
                 if calls:
-                    answers, between, images = await self._answer(calls, context, left, state)
+                    answers, between, shown = await self._answer(calls, context, left, state)
                 else:
                     answers, between = await self._reply(request.prompt, written, context, left, state)
             except ToolUnavailable as error:
@@ -218,6 +219,11 @@ class AgentLoop:
             if not between or room < 1:  # the last token of a sample must be a sampled one
                 written.turns += answers
                 reason = "length" if between else completion.finish_reason
+                break
+            try:
+                images = await asyncio.to_thread(self.answers.prepare, shown) if self.answers and shown else None
+            except ToolUnavailable as error:
+                failure = _failure(error, context)
                 break
             shares = [len(between) // len(answers) + (n < len(between) % len(answers)) for n in range(len(answers))]
             written.turns += [replace(turn, tokens=share) for turn, share in zip(answers, shares, strict=True)]
@@ -278,7 +284,7 @@ class AgentLoop:
 
     async def _answer(
         self, calls: list[ToolCall], context: Context, seconds_left: float, state: SampleCaller | None
-    ) -> tuple[list[Turn], list[int], SampleImages | None]:
+    ) -> tuple[list[Turn], list[int], tuple[PromptImage, ...]]:
         """Make the calls of one turn concurrently; returns their tool turns, in the order of the calls, the tokens up to the
         policy's next turn, and the answers' images, with starts relative to the first of these tokens."""
         assert self.answers is not None, "no tool can be called"
@@ -293,7 +299,7 @@ class AgentLoop:
         problem = f"a turn may make {most} calls; this one was not made"
         tool_answers += [ToolAnswer(refused(call, problem)) for call in calls[most:]]
 
-        def read() -> tuple[list[Turn], list[int], SampleImages | None]:
+        def read() -> tuple[list[Turn], list[int], tuple[PromptImage, ...]]:
             images = [tokens.read(answer) for answer in tool_answers]
             turns = [replace(answer.turn, text=tokens.shown(answer.turn.text)) for answer in tool_answers]
             return turns, *tokens.with_images([(turn.name, turn.text) for turn in turns], images)

@@ -184,7 +184,9 @@ class VerlToolState:
             return Answer(response, reward)
         if getattr(response, "video", None):
             raise ToolFault("it answered with video data, and tool messages are text and images")
-        return Answer(response.text or "", reward, images=tuple(getattr(response, "image", None) or ()))
+        images = getattr(response, "image", None) or ()
+        images = tuple(images) if isinstance(images, (list, tuple)) else (images,)
+        return Answer(response.text or "", reward, images=images)
 
     async def reward(self) -> float:
         reward: float = await self._tool.calc_reward(self._instance, **(self._kwargs.get("calc_reward_kwargs") or {}))

@@ -105,10 +105,12 @@ def write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, A
     """Return the plain values of a group, as JSON has them, and add the vectors of its samples to `vectors`."""
     group = item.group
     texts, tokens = [], group.samples[0].data.get()
-    first_images = tokens[0].images if tokens else None
+    owners: dict[int, int] = {}  # by identity of images: the first sample that has them; samples may share the prompt's
     for index, sample in enumerate(tokens):
         written = {"text": sample.text, "reason": sample.reason, "turns": [asdict(turn) for turn in sample.turns]}
-        texts.append(written | ({"without_images": True} if sample.images is None else {}))
+        if sample.images is not None:
+            written["images"] = owners.setdefault(id(sample.images), index)
+        texts.append(written)
         for name in _VECTORS:
             if (vector := getattr(sample, name)) is not None:
                 vectors[f"{group.number}.{index}.{name}"] = vector
@@ -116,12 +118,10 @@ def write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, A
             vectors.update(
                 {f"{group.number}.{index}.teacher.{name}": getattr(sample.teacher, name) for name in _TEACHER}
             )
-        if sample.images is not None:
-            # Samples share the prompt's images; an answer of a tool may have added others.
-            place = f"{group.number}" if sample.images is first_images else f"{group.number}.{index}"
+        if written.get("images") == index:
             for name in _IMAGES:
                 if (vector := getattr(sample.images, name)) is not None:
-                    vectors[f"{place}.images.{name}"] = vector
+                    vectors[f"{group.number}.{index}.images.{name}"] = vector
     samples = [{**asdict(_without_data(sample)), "data": None} for sample in group.samples]
     return {
         "accepted": item.accepted,
@@ -146,14 +146,16 @@ def read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
             "waiting groups in this checkpoint were written by an earlier megarl with another text format: resume with that "
             "version, or start a new run from its exported weights"
         )
-    shared = _read_images(f"{number}", vectors)
+    shared = _read_images(f"{number}", vectors)  # in checkpoints before the images of tools
+    owners = {texts["images"] for texts in item["words"] if "images" in texts}
+    images = {owner: _read_images(f"{number}.{owner}", vectors) for owner in owners}
     data = InlineData(
         [
             SampleTokens(
                 text=texts["text"],
                 reason=texts["reason"],
                 turns=tuple(Turn(**turn) for turn in texts["turns"]),
-                images=None if texts.get("without_images") else _read_images(f"{number}.{index}", vectors) or shared,
+                images=images[texts["images"]] if "images" in texts else shared,
                 teacher=_read_teacher(f"{number}.{index}.teacher", vectors),
                 **{name: vectors[key] for name in _VECTORS if (key := f"{number}.{index}.{name}") in vectors},
             )

@@ -27,7 +27,11 @@ def encoded_image(value: Any, where: str, folder: Path) -> PromptImage:
         return PromptImage(where, None, str(folder / value), 0)
     if isinstance(value, bytes) and value:
         return PromptImage(where, value, "", 0)
-    raise ValueError(f"{where} is neither bytes nor a path, nor {{bytes, path}} with one of the two")
+    raise ValueError(
+        f"{where} is empty"
+        if value in (b"", "")
+        else f"{where} is neither bytes nor a path, nor {{bytes, path}} with one of the two"
+    )
 
 
 def size_of(image: PromptImage) -> tuple[int, int]:

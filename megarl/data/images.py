@@ -105,7 +105,7 @@ class ImageReader:
         tokens = int(grid.prod()) // int(processor.merge_size) ** 2
         if tokens != image.tokens:
             raise ValueError(
-                f"{image.where} takes {tokens} tokens; it took {image.tokens} when its row was read. Do not change the "
+                f"{image.where} takes {tokens} tokens; it took {image.tokens} when its header was read. Do not change the "
                 "files of a data set during a run"
             )
         return inputs["pixel_values"].astype(np.float32), grid.tolist()

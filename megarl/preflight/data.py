@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.agents.setup import AgentSetup, check_tools
+from megarl.agents.setup import AgentSetup, check_tools, image_notice
 from megarl.batching.flops import ModelFlops
 from megarl.data.images import ImageReader
 from megarl.data.preferences import PreferenceDataset
@@ -85,7 +85,11 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool, sample: i
         prepared.notices.append(notice)
     setup = AgentSetup.of(recipe)
     tools = check_tools(setup, tokenizer) if setup is not None else []
-    rows: dict[str, Any] = {"tools": tools, "images": ImageReader.of(recipe.model.path, data), "sample": sample}
+    reader = ImageReader.of(recipe.model.path, data)
+    tools_may_show = setup is not None and recipe.agent.uses_tools and reader.reads_images
+    if setup is not None and tools_may_show and (notice := image_notice(setup, tokenizer, reader)) is not None:
+        prepared.notices.append(notice)
+    rows: dict[str, Any] = {"tools": tools, "images": reader, "sample": sample}
     rows["needed"] = needed_columns(recipe.reward.function, recipe.reward.functions)
     rows["with_messages"] = bool(recipe.reward.services or recipe.agent.interaction or recipe.agent.loop)
     rows["into_extra_info"] = (AGENT_NAME,) if recipe.agent.loop else ()
@@ -100,7 +104,8 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool, sample: i
         problem = "rows have images or videos, and the requests of an agent loop of your own are token ids"
         raise RecipeError("agent.loop", problem, "leave it out, or use rows without them", value=recipe.agent.loop)
     if sample is None:  # a sample may miss the rows with images
-        _check_pixel_limits(data, has_images=any(prompts.has_images for prompts in prepared.prompt_sets))
+        has_images = tools_may_show or any(prompts.has_images for prompts in prepared.prompt_sets)
+        _check_pixel_limits(data, has_images=has_images)
     return prepared
 
 

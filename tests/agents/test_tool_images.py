@@ -18,6 +18,7 @@ from PIL import Image
 
 from megarl.agents import Answer, Context, Reply
 from megarl.agents.mcp_tools import McpTools
+from megarl.agents.setup import AgentSetup, image_notice
 from megarl.agents.tool import ToolFault, describe
 from megarl.agents.tool_process import ToolRequest, caller_of
 from megarl.agents.tool_responses import AnswerTokens
@@ -31,8 +32,11 @@ from megarl.engines.vllm.images import check_images
 from megarl.megatron.images import ImageLayout, Images
 from megarl.megatron.images import check_images as check_batch
 from megarl.recipe.agent import AgentConfig, McpServer
+from megarl.recipe.sandbox import SandboxConfig
+from megarl.recipe.schema import RewardConfig
 from megarl.rollout.admission import TriedGroup
 from megarl.rollout.assemble import vectors
+from megarl.rollout.server import RolloutServer
 from megarl.types import GenerationRequest, Group, InlineData, Prompt, Sample, SampleImages, SampleTokens, Sampling
 from tests.agents.test_agents import Script
 from tests.support.vl_model import MERGE, PATCH_VALUES, config, write_processor
@@ -69,8 +73,11 @@ class Camera:
 
     def __init__(self) -> None:
         self.shown: list[bytes] = []
+        self.pictures: list[bytes] | None = None  # in place of drawn ones
 
     async def call(self, name: str, arguments: dict[str, Any], context: Context, timeout: float) -> CallOutcome:
+        if self.pictures is not None:
+            return CallOutcome(Answer("", images=tuple(self.pictures)), 0.1)
         images = tuple(png(60, 60 + 30 * number, seed=len(self.shown) + number) for number in range(arguments["count"]))
         self.shown += images
         return CallOutcome(Answer(f"{len(images)} pictures<|image_pad|>", images=images), 0.1)
@@ -142,12 +149,24 @@ def test_images_that_cannot_be_read_fail_the_sample(model: Path, tokenizer: Toke
     done, _ = play(tokenizer, None, [CALL % 1, "ok"], request_of())
     assert done.failure is not None and "the model reads no images" in done.failure.cause
 
-    class Broken:
-        async def call(self, *_: Any) -> CallOutcome:
-            return CallOutcome(Answer("", images=(b"not an image",)), 0.1)
+    for broken, words in (
+        (b"no image", "cannot be read"),
+        (b"", "is empty"),
+        (png(60, 60)[:2000], "cannot be decoded"),
+    ):
+        camera = Camera()
+        camera.pictures = [broken]
+        done, _ = play(tokenizer, ImageReader(str(model)), [CALL % 1, "ok"], request_of(), camera=camera)
+        assert done.failure is not None and f"image 0 of the answer of tool 'show' {words}" in done.failure.cause
 
-    done, _ = play(tokenizer, ImageReader(str(model)), [CALL % 1, "ok"], request_of(), camera=Broken())
-    assert done.failure is not None and "image 0 of the answer of tool 'show' cannot be read" in done.failure.cause
+
+def test_images_without_room_end_the_sample_and_are_not_decoded(
+    model: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = replace(request_of(), sampling=Sampling(n=1, max_tokens=60))
+    monkeypatch.setattr("megarl.data.images.decode", lambda _: pytest.fail("it was decoded"))
+    done, script = play(tokenizer, ImageReader(str(model)), [CALL % 20, "ok"], request)
+    assert (done.finish_reason, done.failure, script.requests) == ("length", None, [])
 
 
 def test_a_template_that_leaves_images_out_is_refused(model: Path, tmp_path: Path) -> None:
@@ -170,6 +189,10 @@ def test_a_tool_may_return_pillow_images(model: Path) -> None:
     answer = caller_of(describe(draw))(ToolRequest({}))
     assert [Image.open(io.BytesIO(image)).size for image in answer.images] == [(70, 40), (60, 60)]
     assert Image.open(io.BytesIO(answer.images[0])).convert("RGB").getpixel((3, 3)) == (255, 0, 0)
+    cmyk = caller_of(replace(describe(draw), function=lambda: Answer("", images=(Image.new("CMYK", (9, 9)),))))(
+        ToolRequest({})
+    )
+    assert Image.open(io.BytesIO(cmyk.images[0])).mode == "RGB"
     for images, words in ((5, "are a int, not a list"), ((5,), "image 0 of its answer is neither bytes nor a Pillow")):
         tool = describe(draw)
         failed = caller_of(replace(tool, function=lambda images=images: Answer("", images=images)))(ToolRequest({}))
@@ -186,7 +209,10 @@ def test_images_of_an_mcp_server(model: Path) -> None:
         SimpleNamespace(type="image", data=base64.b64encode(png(60, 60)).decode()),
         SimpleNamespace(type="text", text="here"),
         SimpleNamespace(type="audio", data=""),
+        SimpleNamespace(type="image", data="not base64!"),
+        SimpleNamespace(type="image", data=base64.b64encode(b"<svg/>").decode()),
     ]
+    notes = "[audio, which is not text]\n[image, which is not text]\n[image, which is not text]"
 
     class Client:
         async def call_tool(self, *_: Any) -> Any:
@@ -197,11 +223,8 @@ def test_images_of_an_mcp_server(model: Path) -> None:
         return asyncio.run(server._ask(Client(), "look", {}, 5.0)).answer
 
     seen = ask(reads_images=True)
-    assert (seen.text, seen.images) == (
-        "[audio, which is not text]" and "here\n[audio, which is not text]",
-        (png(60, 60),),
-    )
-    assert ask() == Answer("[image, which is not text]\nhere\n[audio, which is not text]")
+    assert (seen.text, seen.images) == (f"here\n{notes}", (png(60, 60),))
+    assert ask() == Answer(f"[image, which is not text]\nhere\n{notes}")
 
 
 def test_joined_images_keep_their_times() -> None:
@@ -228,4 +251,30 @@ def test_checkpoints_keep_each_samples_images() -> None:
     written = json.loads(json.dumps(write_group(group, saved)))
     read = [sample.images for sample in read_group(written, saved).group.samples[0].data.get()]
     assert read[0] is not None and read[1] is not None and read[2] is None and read[3] is not None
+    assert read[3] is read[0] and sum(name.endswith("images.pixels") for name in saved) == 2
     assert read[0].starts.tolist() == read[3].starts.tolist() == [3] and read[1].starts.tolist() == [3, 13]
+
+
+def test_a_template_without_images_is_a_notice_of_the_start(model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    make_tiny_tokenizer(tmp_path)
+    setup = AgentSetup(AgentConfig(tools=["x"]), {}, {})
+    assert image_notice(setup, tokenizer, ImageReader(str(model))) is None
+    notice = image_notice(setup, load_tokenizer(tmp_path), ImageReader(str(model)))
+    assert notice is not None and "writes no placeholder for images of tool messages" in notice
+
+
+def test_a_rollout_process_reads_images_of_tools(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.engines.create", lambda name, spec: object())
+    setup, reader = AgentSetup(AgentConfig(tools=["tests.support.agent_tools:add"]), {}, {}), ImageReader(str(model))
+    server = RolloutServer("fake", None, str(model), RewardConfig(), [], SandboxConfig(), reader, setup)  # type: ignore[arg-type]
+    assert server.agents is not None
+
+    async def reads() -> bool:
+        assert server.agents is not None
+        try:
+            loop = await server.agents.start()
+            return isinstance(loop, AgentLoop) and loop.answers is not None and loop.answers.writes_images
+        finally:
+            await server.agents.close()
+
+    assert asyncio.run(reads())

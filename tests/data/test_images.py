@@ -268,7 +268,7 @@ def test_a_changed_or_damaged_image_file_is_named(tmp_path: Path, model: Path, t
     (tmp_path / "a.png").write_bytes(picture(130, 90))
     (prompt,) = dataset(jsonl(tmp_path, row("<image>", ["a.png"])), tokenizer, reader)
     (tmp_path / "a.png").write_bytes(picture(60, 60))
-    with pytest.raises(ValueError, match="line 1, image 0 takes 4 tokens; it took 15 when its row was read"):
+    with pytest.raises(ValueError, match="line 1, image 0 takes 4 tokens; it took 15 when its header was read"):
         reader.prepare(prompt)
     (tmp_path / "a.png").write_bytes(picture(130, 90)[:2000])
     with pytest.raises(ValueError, match="line 1, image 0 cannot be decoded"):

@@ -35,6 +35,8 @@ def spec(tmp_path, config=None, **changes):
         ({**MTP, "num_speculative_tokens": True}, ".num_speculative_tokens", "set it to 1 or more"),
         ({**MTP, "rejection_sample_method": "synthetic"}, ".rejection_sample_method", "policy's distribution"),
         ({**MTP, "draft_load_config": {}}, ".draft_load_config", "megarl sets it"),
+        ({**MTP, "model": "/other"}, ".model", "in model.path"),
+        ({**MTP, "promt_lookup_max": 3}, ".promt_lookup_max", "did you mean prompt_lookup_max"),
     ],
 )
 def test_settings_are_checked(speculation, key, words):
@@ -53,6 +55,7 @@ def test_settings_are_checked(speculation, key, words):
         ({"adapters": AdapterSpec(8, ("all",))}, "cuda", "adapters"),
         ({"quantization": "fp8"}, "cuda", "rollout.quantization"),
         ({"data_parallel": 2}, "cuda", "rollout.data_parallel"),
+        ({"engine_args": {"speculative_config": MTP, "pipeline_parallel_size": 2}}, "cuda", "pipeline stages"),
         ({"return_routed_experts": True}, "cuda", "routing_replay"),
         ({"engine_args": {"speculative_config": {**MTP, "method": "suffix"}}}, "cuda", "rollout.seeded: false"),
         (

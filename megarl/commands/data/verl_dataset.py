@@ -119,7 +119,7 @@ def _row(where: str, item: Any, names: Mapping[str, Any]) -> dict[str, Any]:
             info.setdefault(key, item[key])
     if item.get(video_key) is not None and len(item[video_key]):
         raise ValueError(
-            f"{where} has videos, which are not converted: write rows with a column `videos` of frames (docs/data.md)"
+            f"{where} has videos, which are not converted: write rows with a column `videos` of frames (docs/videos.md)"
         )
     prompt, images = _messages(where, messages)
     if not images:

@@ -58,7 +58,7 @@ OF_CONNECTIONS = (
 OF_EXPERTS = "All experts receive equally many tokens."
 OF_IMAGES = (
     "Every sequence in training has one image, of data.max_pixels or as large as a prompt of the longest length allows. Videos with "
-    "more tokens than that are not counted: plan them without data.max_pixels."
+    "more tokens than that are not counted: plan them without data.max_pixels. Images in answers of tools are not counted."
 )
 OF_ENGINES = (
     "Weights of an engine are counted from vLLM's model. Its largest step: outputs of all linear layers of one layer for "

@@ -122,7 +122,12 @@ def _draft(config: Any) -> torch.nn.Module:
 def _arguments(spec: EngineSpec) -> dict[str, Any]:
     """Return the engine arguments on an accelerator that change the memory of a rank."""
     relevant = {name: value for name, value in spec.engine_args.items() if name in _OF_THE_MODEL}
-    plain = replace(spec, engine_args=relevant, sleep_mode=False, adapters=None, return_routed_experts=False)
+    if not has_draft_weights(spec.engine_args):
+        relevant.pop("speculative_config", None)
+    # Without seeds, vLLM's default number of sequences, which takes the place of the recipe's, is not checked.
+    plain = replace(
+        spec, engine_args=relevant, sleep_mode=False, adapters=None, return_routed_experts=False, seeded=False
+    )
     arguments = build_engine_args(plain, "cuda")
     return {**arguments, "enforce_eager": True, "load_format": "dummy", "distributed_executor_backend": None}
 

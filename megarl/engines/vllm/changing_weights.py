@@ -15,6 +15,8 @@ from megarl.engines import package_folder
 from megarl.engines.base import EngineLimits, EngineSpec
 from megarl.errors import RecipeError
 from megarl.hf.families import has_tower
+from megarl.recipe.library_fields import fields_of
+from megarl.registry import nearest
 
 _OUTSIDE_CACHES = ("kv_transfer_config", "kv_offloading_size")
 _WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
@@ -54,6 +56,18 @@ def _check_speculation(speculation: Any, key: str) -> None:
         cause = "samples would not have the policy's distribution, or it is not tested"
         value = speculation["rejection_sample_method"]
         raise RecipeError(f"{key}.rejection_sample_method", cause, "leave it out", value=value)
+    if method == _PREDICTION and "model" in speculation:
+        cause = "the layers for multi-token prediction are in model.path"
+        raise RecipeError(f"{key}.model", cause, "leave it out", value=speculation["model"])
+    folder = package_folder("vllm")
+    file = folder / "config" / "speculative.py" if folder is not None else None
+    names = fields_of(file, "SpeculativeConfig") if file is not None and file.is_file() else {}
+    for name in [name for name in speculation if names and name not in names]:
+        near = nearest(name, names)
+        remedy = f"did you mean {near}?" if near else "leave it out"
+        raise RecipeError(
+            f"{key}.{name}", "vLLM's SpeculativeConfig has no such field", remedy, value=speculation[name]
+        )
     if "draft_load_config" in speculation:
         cause = "megarl sets it, so that a draft has the weights of its checkpoint"
         raise RecipeError(f"{key}.draft_load_config", cause, "leave it out", value=speculation["draft_load_config"])
@@ -98,6 +112,10 @@ def _problems(spec: EngineSpec, device: str, config: Mapping[str, Any]) -> dict[
         "it was not tested with rollout.quantization": spec.quantization is not None,
         "it was not tested with groups of engines (rollout.data_parallel)": spec.data_parallel > 1,
         "it was not tested with images": has_tower(dict(config)),
+        "with pipeline stages, the draft would not share the policy's embedding, which updates bring": int(
+            spec.engine_args.get("pipeline_parallel_size") or 1
+        )
+        > 1,
         "this version of vLLM gives the draft random weights, as it has no draft_load_config": not _loads_drafts(),
     }
 

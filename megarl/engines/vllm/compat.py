@@ -325,8 +325,8 @@ def fix_routing_biases_on_cpu() -> None:
 def fix_rejection_of_drafts_on_cpu() -> None:
     """Make vLLM read the temperature, top-k and top-p of the requests whose drafts it checks. Idempotent.
 
-    vLLM's kernel for CPUs repeats each request's value for its proposed tokens into a copy, so that policies are sharpened at
-    random and accept the draft's tokens far too often.
+    vLLM's kernel for CPUs repeats each request's value for its proposed tokens into a copy that is not used. Logits are then
+    divided by uninitialized memory, and the draft's tokens accepted far too often.
     """
     from vllm.v1.sample import rejection_sampler
 
