@@ -21,6 +21,10 @@ class ModelConfig:
         "bfloat16",
         "Data type of the trainer's weights and activations. With bfloat16 and float16 the optimizer keeps float32 master weights; with float16 the loss is scaled (docs/numerics.md).",
     )
+    freeze_vision_tower: bool = key(
+        False,
+        "Keep the weights of the vision tower, which turns images into tokens: only the language model is trained. Saves the tower's gradients and optimizer states.",
+    )
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.megatron_layouts import VL
+from tests.support.megatron_layouts import FROZEN_TOWER, VL
 from tests.support.megatron_models import LENGTHS
 from tests.support.megatron_runs import check_gradient, check_weights, checkpoint_tensors, launch, log_probs_of
 from tests.support.vl_model import (
@@ -23,7 +23,16 @@ from tests.support.vl_model import (
 pytestmark = pytest.mark.stack
 
 UPSTREAM = {"name": "upstream", "kind": "upstream", "model": "vl"}
-RESUME = {"name": "resume", "kind": "resume", "model": "vl", "megatron": {"tensor_parallel": 2}}
+RESUME = [
+    {"name": "resume", "kind": "resume", "model": "vl", "megatron": {"tensor_parallel": 2}},
+    {
+        "name": "resume-frozen",
+        "kind": "resume",
+        "model": "vl",
+        "megatron": {"tensor_parallel": 2},
+        "frozen_tower": True,
+    },
+]
 QUICK = [case for case in VL if not case["slow"]]
 SLOW = [case for case in VL if case["slow"]]
 
@@ -36,13 +45,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_vl_model(directory / "models" / model, model)
     launch(1, [UPSTREAM], directory, "tests.support.untouched_ranks")
     for processes in (1, 2):
-        launch(processes, [case for case in QUICK if case["processes"] == processes], directory)
+        launch(processes, [case for case in [*QUICK, *FROZEN_TOWER] if case["processes"] == processes], directory)
     return directory
 
 
 @pytest.fixture(scope="module")
 def slow_results(results: Path) -> Path:
-    for processes, more in ((1, []), (2, [RESUME]), (4, [])):
+    for processes, more in ((1, []), (2, RESUME), (4, [])):
         launch(processes, [*(case for case in SLOW if case["processes"] == processes), *more], results)
     return results
 
@@ -50,6 +59,24 @@ def slow_results(results: Path) -> Path:
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case["name"])
 def test_training_does_not_depend_on_the_layout(results: Path, case: dict[str, Any]) -> None:
     check(results, case)
+
+
+@pytest.mark.parametrize("case", FROZEN_TOWER, ids=lambda case: case["name"])
+def test_a_frozen_tower_keeps_its_weights(results: Path, case: dict[str, Any]) -> None:
+    """And the language model is trained the same in every layout; the gradient norm does not include the tower's."""
+    original = checkpoint_tensors(results / "models" / case["model"])
+    names = ("name", "reference")
+    got, base = (torch.load(results / f"{case[name]}.pt", weights_only=True) for name in names)
+    tower = {name for name in original if "visual." in name}
+    assert len(tower) > 20 and all(torch.equal(got["after"][name], original[name]) for name in tower)
+    trained, expected = (
+        {name: each["after"][name] for name in each["after"] if name not in tower} for each in (got, base)
+    )
+    check_weights(trained, expected, original)
+    for metrics, of_reference in zip(got["metrics"], base["metrics"], strict=True):
+        assert metrics == pytest.approx(of_reference, rel=2e-6)
+    whole = torch.load(results / f"{case['model']}-TP1.pt", weights_only=True)
+    assert got["metrics"][0]["actor/grad_norm"] < whole["metrics"][0]["actor/grad_norm"]
 
 
 @pytest.mark.slow

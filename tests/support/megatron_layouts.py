@@ -176,6 +176,20 @@ VL = [
     case("qwen3_vl_moe", "EP2", slow=True, recompute="full"),
     case("qwen3_vl_moe", "TP2xPP2xEP2", slow=True),
 ]
+FROZEN_TOWER = [
+    {
+        **case(model, layout, **settings),
+        "name": f"{model}-frozen-{layout}",
+        "reference": f"{model}-frozen-TP1",
+        "frozen_tower": True,
+    }
+    for model, layout, settings in (
+        ("vl", "TP1", {"per_micro": 3}),
+        ("vl", "TP2", {"recompute": "full"}),
+        ("vl", "PP2", {"per_micro": 2, "first_stage_layers": 1}),
+        ("qwen3_vl", "TP1", {}),
+    )
+]
 RESUME: list[dict[str, Any]] = [
     {"name": "resume", "kind": "resume", "model": "qwen3_moe", "megatron": {"expert_parallel": 2}},
     {"name": "resume-bf16", "kind": "resume", "model": "qwen2_tied", "dtype": "bfloat16"},

@@ -151,6 +151,7 @@ ENGINES = [
     bad(OFF, "rollout.at_update=drain rollout.window=0.5", "rollout.window", "admission order"),
     bad(OFF, "rollout.max_staleness=0.001", "rollout.max_staleness", "less than a prompt"),
     bad(DENSE, "rollout.engine_args.speculative_config.method=deepseek_mtp", "rollout.engine_args.speculative_config.method", "random weights"),
+    bad(DENSE, "model.freeze_vision_tower=true", "model.freeze_vision_tower", "reads no images"),
     bad(DENSE, "rollout.engine_args.kv_offloading_size=4.0", "rollout.engine_args.kv_offloading_size", "survive updates"),
     bad(DENSE, "rollout.window=1.5", "rollout.window", "at most 1"),
     bad(DENSE, "rollout.dtype=fp8", "rollout.dtype", "bfloat16"),

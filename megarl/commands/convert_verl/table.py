@@ -172,6 +172,7 @@ RL = [
     Option(f"{_A}.loss_scale_factor", "algorithm.aggregation_divisor", "1 with loss_agg_mode=token-sum", derived=True),
     Option(f"{_A}.policy_loss.dro_beta", "algorithm.log_ratio_coef", "half of it", derived=True),
     Option("algorithm.gdpo_reward_*", "algorithm.reward_parts", "the names with their weights", derived=True),
+    Option(f"{_A}.freeze_vision_tower", "model.freeze_vision_tower"),
     Option(f"{_A}.entropy_coeff", "algorithm.entropy_coef"),
     Option(f"{_A}.use_kl_loss", "algorithm.kl_coef", "False is 0", derived=True),
     Option(f"{_A}.kl_loss_coef", "algorithm.kl_coef", "if use_kl_loss is True", derived=True),

@@ -93,6 +93,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
                 _mark_experts,
                 _mark_duplicates,
                 _mark_sinks,
+                *([_freeze_tower] if recipe.model.freeze_vision_tower else []),
                 *([critic.put_head] if value_head else []),
                 *([lora.attach] if lora else []),
             ],
@@ -272,6 +273,13 @@ def _mark_sinks(chunk: Any, **_: Any) -> None:
     for name, parameter in chunk.named_parameters():
         if name.endswith(".softmax_offset") and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+
+
+def _freeze_tower(chunk: Any, **_: Any) -> None:
+    """Exclude the vision tower's parameters, and its projection to the text's embeddings, from training."""
+    for name, parameter in chunk.named_parameters():
+        if "vision_model." in name:
+            parameter.requires_grad_(False)
 
 
 def _bridge_class(hf_config: Any) -> Any:
