@@ -45,7 +45,7 @@ def run_case(case: dict[str, Any], output: Path) -> None:
     squares = trainer.log_probs_and_squares(batches, temperature=1.0)
     trainer.save_hf(output / f"{case['name']}.hf")
     metrics = train(trainer, batches, 1)
-    gradient = gradient_of(trainer) if dist.get_world_size() == 1 and not case.get("lora") else {}
+    gradient = gradient_of(trainer) if dist.get_world_size() == 1 and not {"lora", "frozen_tower"} & case.keys() else {}
     metrics += train(trainer, batches, 1)
     after = weights_of(trainer)
     holdings_check.check(trainer, after, output / f"{case['name']}.holdings.json")
