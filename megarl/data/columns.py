@@ -68,7 +68,7 @@ class ColumnSelection:
         if self.names is None or not unnamed:
             return ""
         keys = ", ".join(f"{GROUND_TRUTH if column == 'reward_model' else column}: NAME" for column in unnamed)
-        return f". If the file has them under other names, set data.columns: {{{keys}}} (docs/data.md)"
+        return f". If the file has them under other names, write data: {{columns: {{{keys}}}}} in the recipe (docs/data.md)"
 
     def _key(self, column: str) -> str:
         return GROUND_TRUTH if column == "reward_model" and GROUND_TRUTH in self._names else column

@@ -98,7 +98,9 @@ def test_missing_columns_name_the_setting_that_renames_them(tmp_path, tokenizer)
     write_parquet(tmp_path / "a.parquet", [{"question": "q", "answer": "a"}])
     with pytest.raises(ValueError) as error:
         PromptDataset([tmp_path / "a.parquet"], tokenizer, DataConfig())
-    assert "set data.columns: {prompt: NAME, data_source: NAME, ground_truth: NAME}" in str(error.value)
+    assert "write data: {columns: {prompt: NAME, data_source: NAME, ground_truth: NAME}} in the recipe" in str(
+        error.value
+    )
     with pytest.raises(ValueError, match=r"set data\.columns: \{ground_truth: NAME\}"):
         PromptDataset(
             [tmp_path / "a.parquet"], tokenizer, DataConfig(columns={"prompt": "question", "data_source": "answer"})
