@@ -101,11 +101,11 @@ def test_missing_columns_name_the_setting_that_renames_them(tmp_path, tokenizer)
     assert "write data: {columns: {prompt: NAME, data_source: NAME, ground_truth: NAME}} in the recipe" in str(
         error.value
     )
-    with pytest.raises(ValueError, match=r"set data\.columns: \{ground_truth: NAME\}"):
+    with pytest.raises(ValueError, match=r"write data: \{columns: \{ground_truth: NAME\}\}"):
         PromptDataset(
             [tmp_path / "a.parquet"], tokenizer, DataConfig(columns={"prompt": "question", "data_source": "answer"})
         )
-    with pytest.raises(ValueError, match=r"set data\.columns: \{prompt: NAME, response: NAME\}"):
+    with pytest.raises(ValueError, match=r"write data: \{columns: \{prompt: NAME, response: NAME\}\}"):
         SFTDataset([tmp_path / "a.parquet"], tokenizer, DataConfig(), 100)
     with pytest.raises(ValueError, match=r"no column 'prompt'; it has question, answer$"):
         list(iterate_rows(tmp_path / "a.parquet", ("prompt",)))
