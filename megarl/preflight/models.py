@@ -182,7 +182,7 @@ def policy_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
     yield from errors_of(check_layout, config, recipe.megatron, recipe.cluster.trainers)
     yield from errors_of(check_lora, config, recipe.lora, recipe.megatron)
     yield from errors_of(check_extra, recipe, config, "megatron")
-    yield from errors_of(_check_tower, recipe, config)
+    yield from errors_of(_check_tower, recipe.model, config)
     if recipe.model.dtype == "float16":
         yield from _float16_errors(config, "model.dtype")
     if recipe.train.source == "rollout":
@@ -314,9 +314,9 @@ def _check_context(recipe: Recipe, config: Config) -> None:
     )
 
 
-def _check_tower(recipe: Recipe, config: Config) -> None:
+def _check_tower(model: ModelConfig, config: Config) -> None:
     """Raise RecipeError if the recipe freezes a vision tower that the model lacks."""
-    if recipe.model.freeze_vision_tower and not has_tower(config):
+    if model.freeze_vision_tower and not has_tower(config):
         raise RecipeError("model.freeze_vision_tower", "the model reads no images", "leave it out", value=True)
 
 
