@@ -92,6 +92,11 @@ class SampleImages:
     starts: np.ndarray  # int64 [images]: index of each image's first placeholder token
     seconds: np.ndarray | None = None  # float64 [images]: from time step to time step; None: every image has one step
 
+    @property
+    def seconds_or_zeros(self) -> np.ndarray:
+        """`seconds`, or zeros: float64 [images]."""
+        return np.zeros(len(self.starts)) if self.seconds is None else self.seconds
+
 
 @dataclass(frozen=True)
 class Span:
@@ -145,7 +150,7 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class DraftCount:
-    """Tokens that drafts proposed for a sample in speculative decoding, and those of them that became its tokens."""
+    """Number of tokens that drafts proposed for a sample in speculative decoding, and number of these that the sample took."""
 
     proposed: int = 0
     accepted: int = 0

@@ -58,12 +58,12 @@ switch that is neither True nor False, and a reference `${...}` to other options
 **`???`** stands for a path or a number of devices that the script takes from its environment, and for data files in another format. All
 commands refuse the recipe until you set the key, in the file or as `model.path=...` after it.
 
-**Variables of the environment** count as unset, with a note. Those that sbatch sets from `#SBATCH` lines have its values. `$(command)` and tests of files are unknown: an error if the command depends on them.
+**Variables of the environment** count as unset, with a note. Variables that sbatch sets from `#SBATCH` lines have its values. `$(command)` and tests of files are unknown: an error if the command depends on them.
 Sourced files are not read. [The reference](from_verl_reference.md#forms-of-bash) lists all forms.
 
 **Configuration files.** A file of yours that `--config-name` names is read, with the files in its `defaults`; the command's options override it.
-It must be here: convert in the folder where the script runs. If the path does not exist, but its last folders do
-beside the script, the file there is read, with a note. verl's own files (`ppo_megatron_trainer`, ...) are the tables below.
+It must be here: convert in the folder where the script runs. If the path does not exist, but its last folders exist
+in the script's folder, the file there is read, with a note. verl's own files (`ppo_megatron_trainer`, ...) are the tables below.
 
 **Layout.** With Megatron the parallel sizes are verl's. A script with FSDP has none: choose `megatron.tensor_parallel` if it has no sequence
 parallelism either.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.data.rows import Row
 from megarl.types import PromptImage
 
 if TYPE_CHECKING:
@@ -13,6 +15,25 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 89_478_485  # Pillow's limit, above which Pillow itself only warns
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # not EPS: Pillow runs an external program to read it
+
+
+def column_of(row: Row, name: str, check: Callable[[], object] | None) -> list[Any]:
+    """Return a row's images or videos, from the column of this name; [] without any.
+
+    `check`: raises ValueError if the model does not read them; None: no model was named.
+
+    Raises:
+        ValueError: the column is not a list, or the model does not read them.
+    """
+    values: list[Any] = row.get(name, list) or []
+    if values and check is None:
+        raise ValueError(f"{row.where} has {name}, and no model was named to read them")
+    if values and check is not None:
+        try:
+            check()
+        except ValueError as error:
+            raise ValueError(f"{row.where} has {name}: {error}") from error
+    return values
 
 
 def encoded_image(value: Any, where: str, folder: Path) -> PromptImage:

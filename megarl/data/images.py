@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.image_files import decode, encoded_image, size_of
+from megarl.data.image_files import column_of, decode, encoded_image, size_of
 from megarl.data.rows import Row
 from megarl.data.videos import VideoReader
 from megarl.hf import hub
@@ -120,7 +120,7 @@ def joined(first: SampleImages | None, second: SampleImages | None, offset: int)
         return moved
     seconds = None
     if first.seconds is not None or second.seconds is not None:
-        seconds = np.concatenate([_seconds(images) for images in (first, second)])
+        seconds = np.concatenate([first.seconds_or_zeros, second.seconds_or_zeros])
     return SampleImages(
         pixels=np.concatenate([first.pixels, moved.pixels]),
         grids=np.concatenate([first.grids, moved.grids]),
@@ -129,25 +129,15 @@ def joined(first: SampleImages | None, second: SampleImages | None, offset: int)
     )
 
 
-def _seconds(images: SampleImages) -> np.ndarray:
-    return np.zeros(len(images.starts)) if images.seconds is None else images.seconds
-
-
 def read_images(row: Row, file: Path, reader: ImageReader | None) -> tuple[PromptImage, ...]:
     """Read the headers of the images in a row's column `images`. Image paths are relative to the folder of `file`.
 
     Raises:
         ValueError: the column is not a list of images, an image cannot be read, or the model reads no images.
     """
-    values = row.get("images", list) or []
-    if not values:
+    values = column_of(row, "images", None if reader is None else lambda: reader.token)
+    if not values or reader is None:
         return ()
-    if reader is None:
-        raise ValueError(f"{row.where} has images, and no model was named to read them")
-    try:
-        reader.token  # noqa: B018 - raises if the model reads no images
-    except ValueError as error:
-        raise ValueError(f"{row.where} has images: {error}") from error
     return tuple(
         _image(value, f"{row.where}, image {number}", file.absolute().parent, reader)
         for number, value in enumerate(values)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.image_files import decode, encoded_image, size_of
+from megarl.data.image_files import column_of, decode, encoded_image, size_of
 from megarl.data.placeholders import Timestamps
 from megarl.data.rows import Row
 from megarl.data.video_processor import VideoProcessor
@@ -93,17 +93,10 @@ def read_videos(row: Row, file: Path, reader: VideoReader | None) -> tuple[Promp
     Raises:
         ValueError: the column is not a list of videos, a frame cannot be read, or the model reads no videos.
     """
-    values = row.get("videos", list) or []
-    if not values:
+    values = column_of(row, "videos", None if reader is None else lambda: (reader.timestamps, reader.processor()))
+    if not values or reader is None:
         return ()
-    if reader is None:
-        raise ValueError(f"{row.where} has videos, and no model was named to read them")
-    try:
-        timestamps = reader.timestamps
-        processor = reader.processor()
-    except ValueError as error:
-        raise ValueError(f"{row.where} has videos: {error}") from error
-    videos = []
+    timestamps, processor, videos = reader.timestamps, reader.processor(), []
     for number, value in enumerate(values):
         where = f"{row.where}, video {number}"
         frames, fps = _frames(value, where, file.absolute().parent)

@@ -68,8 +68,7 @@ class Images:
 def _joined_seconds(samples: Sequence[SampleImages]) -> list[float] | None:
     if all(images.seconds is None for images in samples):
         return None
-    zeros = (np.zeros(len(images.starts)) if images.seconds is None else images.seconds for images in samples)
-    seconds: list[float] = np.concatenate([*zeros]).tolist()
+    seconds: list[float] = np.concatenate([images.seconds_or_zeros for images in samples]).tolist()
     return seconds
 
 

@@ -158,7 +158,7 @@ def paused_collector() -> Iterator[None]:
     """Run a block of imports without garbage collection, and exempt its objects from later collections.
 
     Modules live until the process ends, but the collector visits all of their objects again and again while it looks for cycles
-    (0.3 s for vLLM's). Objects of the whole process are exempted (`gc.freeze`), so the block must not make what is to be collected.
+    (0.3 s for vLLM's). Objects of the whole process are exempted (`gc.freeze`), so the block must create no object that has to be collected later.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -77,7 +77,7 @@ def test_nothing_installs_megarl_from_a_package_index() -> None:
     assert command.search("(`pip install 'megarl[convert]'`; the files)") and command.search("pip install megarl\n")
     assert not command.search('pip install "dist/megarl-0.1.0-py3-none-any.whl[cpu]"')
     here = Path(__file__).relative_to(ROOT).as_posix()
-    assert not [(name, found[1]) for name, text in texts.items() if name != here for found in command.finditer(text)]
+    assert not [(name, match[1]) for name, text in texts.items() if name != here for match in command.finditer(text)]
 
 
 class TestCommands:

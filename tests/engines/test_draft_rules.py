@@ -1,4 +1,4 @@
-"""Which speculative decoding megarl refuses before an engine starts."""
+"""Speculative decoding that megarl refuses before an engine starts."""
 
 import json
 from dataclasses import replace

@@ -70,13 +70,13 @@ def process():
 
 def places_in_distribution(model, request, samples):
     """Each token's place in the policy's distribution, uniform between 0 and 1 for a sample of it: the probability of all
-    tokens with lower ids, and a random part of its own."""
+    tokens with lower ids, and a random share of the token's probability."""
     random, places = np.random.default_rng(0), []
     for sample in samples:
         probabilities = reference(model, request.prompt.tokens, sample.tokens.tolist()).exp().double()
         up_to = probabilities.cumsum(1).gather(1, torch.from_numpy(sample.tokens).long()[:, None])[:, 0].numpy()
-        own = probabilities.gather(1, torch.from_numpy(sample.tokens).long()[:, None])[:, 0].numpy()
-        places.append(up_to - own * random.random(len(own)))
+        likelihoods = probabilities.gather(1, torch.from_numpy(sample.tokens).long()[:, None])[:, 0].numpy()
+        places.append(up_to - likelihoods * random.random(len(likelihoods)))
     return np.sort(np.concatenate(places))
 
 

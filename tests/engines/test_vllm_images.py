@@ -36,12 +36,12 @@ def test_caches_distinguish_contents_and_times() -> None:
     patches = [np.ones((4, 3), np.float32), np.ones((4, 3), np.float32), np.zeros((4, 3), np.float32)]
     grids = np.array([[2, 2, 1], [2, 2, 1], [2, 2, 1]])
     both = SampleImages(np.concatenate(patches), grids, np.arange(3))
-    one, same, other = images._hashes(both, patches, np.array([0.5, 0.5, 0.5]))
-    assert one == same != other
+    first, same, other = images._hashes(both, patches, np.array([0.5, 0.5, 0.5]))
+    assert first == same != other
     slow, fast, _ = images._hashes(both, patches, np.array([0.5, 0.25, 0.5]))
-    assert slow == one != fast
+    assert slow == first != fast
     reshaped = SampleImages(both.pixels, grids[:, [0, 2, 1]], both.starts)
-    assert images._hashes(reshaped, patches, np.array([0.5, 0.5, 0.5]))[0] != one
+    assert images._hashes(reshaped, patches, np.array([0.5, 0.5, 0.5]))[0] != first
 
 
 def test_an_image_of_several_steps_is_a_video(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_deaths_change_no_number(
 
 
 def of_samples(line: dict[str, float]) -> dict[str, float]:
-    """Return the metrics without those that deaths of engines change."""
+    """Return the metrics that deaths of engines do not change."""
     return {
         name: value
         for name, value in line.items()

@@ -81,8 +81,8 @@ class PictureTool(BaseTool):
             return ToolResponse(text=str(getattr(agent_data, "prompt_ids", "none"))), 0.0, {}
         if parameters["what"] == "film":
             return ToolResponse(video=[[]], text="a film"), 0.0, {}
-        what = Image.new("RGB", (70, 40), "red") if parameters["what"] == "crop" else object()
-        return ToolResponse(image=[what], text="a crop"), 0.0, {}
+        picture = Image.new("RGB", (70, 40), "red") if parameters["what"] == "crop" else object()
+        return ToolResponse(image=[picture], text="a crop"), 0.0, {}
 
 
 class DigitTool(BaseTool):

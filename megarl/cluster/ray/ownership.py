@@ -59,7 +59,7 @@ class ControllersProcesses:
         return ray.remote(KINDS[kind]).options(**options).remote(*args)
 
     def take_trainers(self, names: Sequence[str], settings: str) -> list[KeptWorker]:
-        """Return no trainer: those of an earlier controller have ended with it."""
+        """Return no trainer: an earlier controller's trainers have ended with it."""
         return []
 
     def take_service(self, name: str, settings: str) -> KeptWorker | None:

@@ -33,7 +33,7 @@ class Calls(Protocol):
     """One call of each of several ranks."""
 
     def poll(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Outcome]]:
-        """Wait for `ranks`, at most `seconds`. Returns the new outcomes. `ranks` must be all that have not ended their call."""
+        """Wait for `ranks`, at most `seconds`. Returns the new outcomes. `ranks` must be all ranks with an unfinished call."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What to read before adding a model family: its code in transformers and vLLM, and its fields of config.json.
+"""Sources to read before adding a model family: its code in transformers and vLLM, and its fields of config.json.
 
 Reads installed packages as text, without importing them.
 """

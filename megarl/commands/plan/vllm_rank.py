@@ -38,7 +38,7 @@ class RankModel:
 
     model: torch.nn.Module
     config: Any  # vLLM's VllmConfig
-    draft: torch.nn.Module  # layers for multi-token prediction, without what they share with the model; maybe no layers
+    draft: torch.nn.Module  # layers for multi-token prediction, without the embedding and output layer, which the model shares; empty without a draft
 
 
 def prepare() -> None:

@@ -323,7 +323,7 @@ def fix_routing_biases_on_cpu() -> None:
 
 
 def fix_rejection_of_drafts_on_cpu() -> None:
-    """Make vLLM read the temperature, top-k and top-p of the requests whose drafts it checks. Idempotent.
+    """Make vLLM check drafts with the temperature, top-k and top-p of their requests. Idempotent.
 
     vLLM's kernel for CPUs repeats each request's value for its proposed tokens into a copy that is not used. Logits are then
     divided by uninitialized memory, and the draft's tokens accepted far too often.

@@ -87,7 +87,7 @@ def engine_input(tokens: tuple[int, ...], images: SampleImages, merge: int) -> A
 
     ends = np.cumsum(images.grids.prod(1))
     patches = [images.pixels[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-    seconds = np.zeros(len(ends)) if images.seconds is None else images.seconds
+    seconds = images.seconds_or_zeros
     counts, hashes = image_tokens(images, merge), _hashes(images, patches, seconds)
     fields: dict[str, Any] = {}
     values: dict[str, Any] = {}

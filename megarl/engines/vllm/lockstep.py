@@ -1,4 +1,4 @@
-"""Engines of a data-parallel group, whose steps execute the model together."""
+"""Engines of a data-parallel group: in each step, all of them execute the model together."""
 
 from __future__ import annotations
 

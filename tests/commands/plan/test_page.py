@@ -290,7 +290,7 @@ def test_the_page_has_the_consoles_hosts_routes_and_ranges(tmp_path: Path) -> No
 
 
 def test_one_published_run_gives_no_range(tmp_path: Path) -> None:
-    """As in the console's table: limits of one run would be equal."""
+    """Like the console's table: limits of one run would be equal."""
     ratios = [
         Ratios(run, True, {"gen": factor, "step": factor}) for run, factor in (("run of A", 2.0), ("run of B", 8.0))
     ]
