@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from megarl.hf.config import SHARED, layer_kinds, number_of_experts, text_fields
-from megarl.hf.families import FAMILIES, deepstack_layers, has_tower
+from megarl.hf.families import deepstack_layers, find_family, has_tower
 from megarl.recipe.trainers import MegatronConfig
 
 _MOST_NAMED = 64  # largest size that an error message proposes
@@ -103,7 +103,7 @@ def _check_divides(megatron: MegatronConfig, key: str, count: int, noun: str, *f
 def _check_widths(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
     """Check widths of layers that every token passes; expert-tensor parallel shards the routed experts instead."""
     experts, widths = number_of_experts(hf_config), {}
-    family = FAMILIES.get(hf_config.get("model_type", ""))
+    family = find_family(hf_config)
     layers = range(hf_config["num_hidden_layers"])
     if not experts or family is None or not all(family.sparse(hf_config, layer) for layer in layers):
         widths["intermediate_size"] = hf_config.get("intermediate_size") or 0
@@ -126,7 +126,7 @@ def _check_vision_tower(vision: dict[str, Any] | None, megatron: MegatronConfig)
 
 
 def _check_packing(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
-    family = FAMILIES.get(hf_config.get("model_type", ""))
+    family = find_family(hf_config)
     if megatron.packing or family is None:
         return
     delta_nets = family.delta_nets and "linear_attention" in layer_kinds(hf_config)
@@ -187,7 +187,7 @@ def _check_deepstack(hf_config: dict[str, Any], megatron: MegatronConfig) -> Non
 
 
 def _check_experts(hf_config: dict[str, Any], megatron: MegatronConfig, data_parallel: int) -> None:
-    family = FAMILIES.get(hf_config.get("model_type", ""))
+    family = find_family(hf_config)
     if (megatron.expert_tensor_parallel or 1) > 1 and family is not None and family.stacks_experts:
         raise ValueError(
             f"megatron.expert_tensor_parallel={megatron.expert_tensor_parallel}: {hf_config['model_type']} checkpoints store all "

@@ -15,8 +15,9 @@ from megarl.errors import NotHereError, RecipeError, as_recipe_error, errors_of
 from megarl.hf import hub, published, weights
 from megarl.hf.adapters import adapter_faults
 from megarl.hf.config import context_length, text_fields
-from megarl.hf.families import FAMILIES, has_tower
+from megarl.hf.families import find_family, has_tower
 from megarl.hf.families.check import check_model, check_sizes
+from megarl.hf.tables.family_table import read_table, with_table
 from megarl.megatron.extra_settings import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
@@ -84,6 +85,19 @@ def config_of(path: str, recipe: Path, key: str = POLICY, name: str | None = Non
         return published.read(shape)
     except ValueError as error:
         raise RecipeError(key, str(error), "name a published model", value=path) from error
+
+
+def policy_config_of(recipe: Recipe, file: Path, name: str | None = None) -> Config:
+    """Return config.json of the policy as `config_of` does, with the table of `model.table` in it. Raises RecipeError."""
+    return with_family_table(config_of(recipe.model.path, file, name=name), recipe.model)
+
+
+def with_family_table(config: Config, model: ModelConfig) -> Config:
+    """Return config.json of the policy with the table of `model.table` in it. Raises RecipeError."""
+    if model.table is None:
+        return config
+    with as_recipe_error("model.table", "write it with `megarl model table MODEL --out FILE`", model.table):
+        return with_table(config, read_table(model.table))
 
 
 def _hub_model(key: str, text: str) -> hub.HubName | None:
@@ -229,8 +243,8 @@ def check_cpu_engine(
 
     config: the model's config.json. remedy: what the error proposes.
     """
-    kind = text_fields(config)["model_type"]
-    lacking = FAMILIES[kind].no_cpu_engine if kind in FAMILIES else ""
+    kind, family = text_fields(config)["model_type"], find_family(config)
+    lacking = family.no_cpu_engine if family else ""
     accelerator = kind_of(platforms.kind(recipe.cluster.device)).accelerator
     if lacking and not accelerator and recipe.train.source == "rollout":
         problem = f"vLLM's CPU build has no {lacking}, so it cannot sample from {kind}"

@@ -22,11 +22,13 @@ from megarl.preflight.models import (
     config_of,
     critic_errors,
     models_of,
+    policy_config_of,
     policy_errors,
     read_hf_config,
     read_tokenizer,
     read_weights_config,
     sampled_errors,
+    with_family_table,
 )
 from megarl.preflight.recipe.critic import ONE_LAYOUT
 
@@ -60,9 +62,12 @@ def check_models(survey: Survey) -> None:
 
 
 def _config_of(survey: Survey, key: str, directory: str) -> Config:
-    if survey.available.recipe_file is None:
-        return read_hf_config(directory, key)
-    return config_of(directory, survey.available.recipe_file, key, survey.available.shape if key == POLICY else None)
+    file = survey.available.recipe_file
+    if key == POLICY and file is not None:
+        return policy_config_of(survey.recipe, file, survey.available.shape)
+    if key == POLICY:
+        return with_family_table(read_hf_config(directory, key), survey.recipe.model)
+    return read_hf_config(directory, key) if file is None else config_of(directory, file, key)
 
 
 def _check_settings_against(survey: Survey) -> None:

@@ -21,6 +21,10 @@ class ModelConfig:
         "bfloat16",
         "Data type of the trainer's weights and activations. With bfloat16 and float16 the optimizer keeps float32 master weights; with float16 the loss is scaled (docs/numerics.md).",
     )
+    table: Optional[str] = key(
+        None,
+        "File with the table of the model's family, which `megarl model table` wrote, for a model type that megarl has no table for (docs/add_a_model.md). Every machine of the run needs it in the same place. Unset: megarl's own table.",
+    )
     freeze_vision_tower: bool = key(
         False,
         "Keep the weights of the vision tower, which turns images into tokens: only the language model is trained. Saves the tower's gradients and optimizer states.",

@@ -20,7 +20,7 @@ from megarl.commands.rehearse.settings import shrink_settings
 from megarl.engines.specs import fixed_models
 from megarl.hf.config import experts_per_token, number_of_experts, text_fields, with_experts, with_layers
 from megarl.preflight.load import load_recipe
-from megarl.preflight.models import read_hf_config
+from megarl.preflight.models import read_hf_config, with_family_table
 from megarl.recipe.derived.lengths import longest_sample
 from megarl.recipe.hub_inputs import with_cached_inputs
 from megarl.recipe.load import to_yaml
@@ -62,7 +62,7 @@ def make_cut(path: Path, overrides: Sequence[str], folder: Path, device: str, de
         raise CannotCut(f"engines of {' and '.join(fixed)} need separate devices")
     if not (Path(recipe.model.path) / "config.json").is_file():
         raise CannotCut(f"{recipe.model.path} has no config.json: fetch the model, or its config and tokenizer")
-    config = text_fields(read_hf_config(recipe.model.path))
+    config = text_fields(with_family_table(read_hf_config(recipe.model.path), recipe.model))
     cut = shrink_settings(recipe, devices, Changes())
     cut.cluster.device, cut.cluster.threads = device, recipe.cluster.threads  # type: ignore[assignment]
     for_trainers, for_critic, for_engines = split(recipe, devices)

@@ -105,7 +105,7 @@ def _facts(config: dict[str, Any], *, readable: bool) -> dict[str, str]:
     )
     facts["images"] = "yes" if has_tower(config) else "no"
     if readable:
-        with_adapters = FAMILIES[config["model_type"]].adapters
+        with_adapters = family_of(config).adapters
         facts["adapters"] = (
             f"yes: {', '.join(_leaves(config))}" if with_adapters else "no: train all weights (lora.rank: 0)"
         )

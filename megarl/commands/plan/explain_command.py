@@ -18,7 +18,7 @@ from megarl.commands.plan.show.units import decimal
 from megarl.commands.plan.weight_flows import Flow, Totals, flows, totals
 from megarl.errors import InputError, as_input_error, pluralize
 from megarl.preflight.load import load_recipe
-from megarl.preflight.models import config_of
+from megarl.preflight.models import policy_config_of
 from megarl.recipe.derived.weight_sync_route import is_sharded, why_not_sharded
 from megarl.recipe.header import hardware_of
 from megarl.recipe.schema import Recipe, WeightSyncConfig
@@ -37,7 +37,7 @@ def show_weight_sync(
         raise InputError(f"{path}: train.source is {recipe.train.source}, which has no engines, so no weights are sent")
     require(checked(recipe, path, model), strict=False)
     with as_input_error():
-        config = config_of(recipe.model.path, path, name=model)
+        config = policy_config_of(recipe, path, model)
         machine = hardware_of(path)
         each = per_node or (machine[2] if machine is not None else None)
         start = time.perf_counter()

@@ -18,7 +18,7 @@ from megarl.commands.rehearse.settings import note_kept, shrink_settings
 from megarl.errors import raise_all
 from megarl.hf.families import has_tower
 from megarl.preflight.load import load_recipe
-from megarl.preflight.models import check_cpu_engine, config_of, policy_errors
+from megarl.preflight.models import check_cpu_engine, policy_config_of, policy_errors
 from megarl.recipe.hub_inputs import with_cached_inputs
 from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
@@ -55,7 +55,7 @@ def make_tiny_copy(
     """
     recipe = with_cached_inputs(load_recipe(path, overrides))
     changes = Changes()
-    hf_config = config_of(recipe.model.path, path, name=shape)
+    hf_config = policy_config_of(recipe, path, shape)
     raise_all(policy_errors(recipe, hf_config))  # before shrinking, which hides many errors
     small = shrink_settings(recipe, processes, changes)
     check_cpu_engine(small, hf_config, _NO_ENGINE)

@@ -25,7 +25,7 @@ from megarl.hf.shape import largest
 from megarl.observe.html import write_html
 from megarl.platform.device_table import Device
 from megarl.preflight.load import load_recipe
-from megarl.preflight.models import POLICY, config_of
+from megarl.preflight.models import config_of, policy_config_of
 from megarl.recipe.schema import Recipe
 
 
@@ -142,7 +142,7 @@ def _check(recipe: Recipe) -> None:
 
 def _models(recipe: Recipe, path: Path, model: str | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the config.json of policy and teacher by section, and notes."""
-    models, notes = {"rollout": config_of(recipe.model.path, path, POLICY, model)}, []
+    models, notes = {"rollout": policy_config_of(recipe, path, model)}, []
     if recipe.reward.uses_judge:
         notes.append(
             "The devices of the judge's engines are not among the simulated devices, and its verdicts take no time."

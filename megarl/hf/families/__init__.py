@@ -24,6 +24,7 @@ from megarl.hf.families.qwen.qwen3_next import QWEN3_NEXT
 from megarl.hf.families.qwen.qwen3_vl import DEEPSTACK, QWEN3_VL, QWEN3_VL_MOE
 from megarl.hf.families.qwen.text import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megarl.hf.families.sparse_attention import DEEPSEEK_V32, GLM_MOE_DSA
+from megarl.hf.tables.family_table import FIELD, family_of_table
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
@@ -57,15 +58,22 @@ FAMILIES: dict[str, Family] = {
 """By `model_type`. Tests compare log-probs and gradients of each with transformers."""
 
 
+def find_family(hf_config: Mapping[str, Any]) -> Family | None:
+    """Return the family of a model's config.json: of the table in it (`model.table`), else of its `model_type`; None if unknown."""
+    if (table := hf_config.get(FIELD)) is not None:
+        return family_of_table(table)
+    return FAMILIES.get(hf_config.get("model_type", ""))
+
+
 def has_tower(hf_config: Mapping[str, Any]) -> bool:
     """Return whether a model reads images: it has a vision tower, and its family trains it."""
-    family = FAMILIES.get(hf_config.get("model_type", ""))
+    family = find_family(hf_config)
     return "vision_config" in hf_config and (family is None or family.tower)
 
 
 def deepstack_layers(hf_config: Mapping[str, Any]) -> int:
     """Return the number of text layers, from the first on, that a model's vision tower feeds."""
-    family = FAMILIES.get(hf_config.get("model_type", ""))
+    family = find_family(hf_config)
     if family is None or not family.deepstack:
         return 0
     return len((hf_config.get("vision_config") or {}).get("deepstack_visual_indexes", DEEPSTACK))
@@ -73,42 +81,47 @@ def deepstack_layers(hf_config: Mapping[str, Any]) -> int:
 
 def has_zero_centered_norms(hf_config: dict[str, Any]) -> bool:
     """Return whether the model's norms add 1 to their weights."""
-    family = FAMILIES.get(hf_config.get("model_type", ""))
+    family = find_family(hf_config)
     return family is not None and bool(family.settings(text_fields(hf_config)).get("layernorm_zero_centered_gamma"))
 
 
 def has_sinks(hf_config: dict[str, Any]) -> bool:
     """Return whether the model's heads have attention sinks."""
-    family = FAMILIES.get(hf_config.get("model_type", ""))
+    family = find_family(hf_config)
     return family is not None and family.sinks
 
 
 def has_indexer(hf_config: dict[str, Any]) -> bool:
     """Return whether the model has sparse attention: an indexer selects the keys that a query sees."""
-    family = FAMILIES.get(hf_config.get("model_type", ""))
+    family = find_family(hf_config)
     return family is not None and bool(family.indexer)
 
 
 def has_biased_softmax(hf_config: dict[str, Any]) -> bool:
     """Return whether the model's experts are scored by a softmax and chosen with a bias."""
-    family = FAMILIES.get(hf_config.get("model_type", ""))
+    family = find_family(hf_config)
     return family is not None and family.biased_softmax
 
 
 def has_windows(hf_config: dict[str, Any]) -> bool:
     """Return whether some of the model's layers have a sliding window."""
-    family = FAMILIES.get(hf_config.get("model_type", ""))
+    family = find_family(hf_config)
     return family is not None and family.windows
 
 
 def family_of(hf_config: dict[str, Any]) -> Family:
-    """Return the family of a model's config.json. Raises ValueError for one that is not in `FAMILIES`."""
-    kind = hf_config.get("model_type")
+    """Return the family of a model's config.json. Raises ValueError for a model type without a table, or with two."""
+    kind, family = hf_config.get("model_type"), find_family(hf_config)
     if kind is None:
         raise ValueError("The model's config.json has no model_type: transformers did not write it.")
-    if kind not in FAMILIES:
+    if FIELD in hf_config and kind in FAMILIES:
+        raise ValueError(
+            f"model.table names a table for a {kind!r} model, for which megarl has its own, tested table. Leave the key out."
+        )
+    if family is None:
         raise ValueError(
             f"model.path holds a {kind!r} model. megarl trains {', '.join(FAMILIES)} models, which are tested against "
-            "transformers. docs/add_a_model.md shows how to add one."
+            "transformers. docs/add_a_model.md shows how to add one; if Megatron-Bridge knows the model, `megarl model table` "
+            "may write its table."
         )
-    return FAMILIES[kind]
+    return family

@@ -7,15 +7,11 @@ from typing import Any
 
 from megarl.hf.families.family import Family, Refusals, after_the_first
 from megarl.hf.families.rows import DENSE, EXPERTS, LATENT_ATTENTION, MODEL, ROUTING_BIAS, shared_experts
-from megarl.hf.families.settings import mixture, rotary_base, rotary_scaling, sigmoid_routing, yarn_fields
+from megarl.hf.families.settings import latent_attention, mixture, rotary_scaling, sigmoid_routing
 from megarl.hf.families.slices import Config
-
-_UNSCALED = {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    scaling = rotary_scaling(config)
-    rotary = yarn_fields(scaling) if scaling["rope_type"] == "yarn" else _UNSCALED
     return {
         **mixture(config),
         **sigmoid_routing(config),
@@ -24,13 +20,7 @@ def _settings(config: Config) -> dict[str, Any]:
         "attention_backend": "fused",
         "disable_bf16_reduced_precision_matmul": True,
         "qk_layernorm": True,
-        "q_lora_rank": config.get("q_lora_rank"),
-        "kv_lora_rank": config["kv_lora_rank"],
-        "qk_head_dim": config["qk_nope_head_dim"],
-        "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
-        "v_head_dim": config["v_head_dim"],
-        "rotary_base": rotary_base(config),
-        **rotary,
+        **latent_attention(config),
     }
 
 

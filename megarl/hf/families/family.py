@@ -79,6 +79,7 @@ class Family:
     no_cpu_engine: str = ""
     """What vLLM's CPU build lacks, so that it cannot sample from the family; "" if it can."""
 
+    origin: str = ""  # for errors: where the table is, if not in a module of this folder
     reads_as: str = ""  # model_type under which transformers loads config.json, if it lacks this one
 
     @cached_property
@@ -104,7 +105,7 @@ class Family:
         row = self.by_parameter.get(generic)
         if row is None:
             raise ValueError(
-                f"the table in {self.settings.__module__} has no row for Megatron's parameter {parameter}: add one "
+                f"{self.origin or f'the table in {self.settings.__module__}'} has no row for Megatron's parameter {parameter}: add one "
                 "(docs/add_a_model.md)"
             )
         return TableRow(row.kind, parameter, tuple(name.format(**numbers) for name in row.tensors))

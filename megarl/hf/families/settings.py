@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.hf.config import experts_per_token, number_of_experts
+from megarl.hf.config import experts_per_token, number_of_experts, shared_experts
 from megarl.hf.families.slices import Config
+
+_UNSCALED = {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}  # latent attention
 
 
 def rotary_scaling(config: Config) -> dict[str, Any]:
@@ -54,6 +56,25 @@ def mixture(config: Config) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_bias_update_rate": 0.0,
+    }
+
+
+def shared_width(config: Config) -> int:
+    """Return the width of the shared experts together: `moe_shared_expert_intermediate_size`; 0 without them."""
+    return int(config.get("moe_intermediate_size") or 0) * shared_experts(config)
+
+
+def latent_attention(config: Config) -> dict[str, Any]:
+    """Return Megatron's fields for multi-head latent attention: its sizes and rotary embedding."""
+    scaling = rotary_scaling(config)
+    return {
+        "q_lora_rank": config.get("q_lora_rank"),
+        "kv_lora_rank": config["kv_lora_rank"],
+        "qk_head_dim": config["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
+        "v_head_dim": config["v_head_dim"],
+        "rotary_base": rotary_base(config),
+        **(yarn_fields(scaling) if scaling["rope_type"] == "yarn" else _UNSCALED),
     }
 
 

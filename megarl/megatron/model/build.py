@@ -19,6 +19,7 @@ from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.families import family_of, has_sinks, has_tower, has_windows
 from megarl.hf.families.check import check_model
 from megarl.hf.families.read import config_of_unknown_type
+from megarl.hf.tables.family_table import FIELD, read_table, with_table
 from megarl.megatron.extra_settings import adaptor_settings, check_names, check_sinks, check_windows, recompute_settings
 from megarl.megatron.images import ImageLayout
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
@@ -27,7 +28,7 @@ from megarl.platform import Platform
 from megarl.platform.adaptor import adaptor
 from megarl.recipe.derived.megatron_ddp import ddp_settings
 from megarl.recipe.schema import Recipe
-from megarl.recipe.trainers import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig, ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     Collective. Needs an initialized torch.distributed and a prepared platform. Raises ValueError for a layout that
     does not divide the model and for a model or setting that the trainer does not support.
     """
-    hf_config = _read_hf_config(recipe.model.path)
+    hf_config = _read_hf_config(recipe.model)
     with_adapters = recipe.lora.rank > 0 and not value_head  # LoRA applies to the actor only
     check_layout(hf_config.to_dict(), recipe.megatron, torch.distributed.get_world_size())
     if with_adapters:
@@ -183,23 +184,26 @@ def _image_layout(hf_config: Any) -> ImageLayout | None:
     )
 
 
-def _read_hf_config(path: str) -> Any:
-    """Read the model's configuration with transformers.
+def _read_hf_config(model: ModelConfig) -> Any:
+    """Read the model's configuration with transformers, with the table of `model.table` in it.
 
     Raises ValueError if this machine has no config.json, or if the trainer does not support the model.
     """
     from transformers import AutoConfig
 
-    directory = Path(path)
+    directory, path = Path(model.path), model.path
+    table = read_table(model.table) if model.table else None
     if not (directory / "config.json").is_file():
         raise ValueError(
             f"model.path is {path!r}, which has no config.json on {socket.gethostname()}: every machine of the run "
             "needs the model's Hugging Face directory in the same place."
         )
-    check_model(json.loads((directory / "config.json").read_text()))
+    check_model(with_table(json.loads((directory / "config.json").read_text()), table))
     config = config_of_unknown_type(directory)
     if config is None:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    if table is not None:
+        setattr(config, FIELD, table)
     check_model(config.to_dict())  # with transformers' defaults for absent fields
     return config
 

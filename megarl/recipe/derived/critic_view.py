@@ -20,7 +20,7 @@ def critic_view(recipe: Recipe) -> Recipe:
     critic = recipe.critic
     return replace(
         recipe,
-        model=replace(recipe.model, path=critic.model_path or recipe.model.path),
+        model=replace(recipe.model, path=critic.model_path, table=None) if critic.model_path else recipe.model,
         megatron=critic.megatron,
         actor=replace(
             recipe.actor,

@@ -30,7 +30,7 @@ from megarl.commands.plan.search.search import examine, families, fastest_engine
 from megarl.errors import InputError, RecipeError
 from megarl.platform.device_table import Device
 from megarl.preflight.load import load_recipe
-from megarl.preflight.models import POLICY, config_of
+from megarl.preflight.models import policy_config_of
 
 _COUNT = 3
 _AT_A_TIME = 2  # layouts under examination
@@ -210,7 +210,7 @@ def with_suggestions(path: Path, settings: Sequence[str], model: str | None, dev
 def _instead(path: Path, settings: Sequence[str], model: str | None, device: Device) -> list[str]:
     try:
         recipe = load_recipe(path, settings, check=False)
-        config = config_of(recipe.model.path, path, POLICY, model)
+        config = policy_config_of(recipe, path, model)
         to_blame = refusal(recipe, config) and not refusal(with_first_layout(recipe, config, device), config)
         return uncounted_layouts(subject_of(recipe, {"rollout": config}, device)) if to_blame else []
     except ValueError:

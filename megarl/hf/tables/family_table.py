@@ -1,0 +1,173 @@
+"""A family's table in a JSON file: rows, settings, and the config.json for which they were read.
+
+The table travels inside the model's configuration, in the field `FIELD`: every process that reads config.json for a recipe puts
+it there (`with_table`), and `family_of` makes the family from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from megarl.hf.config import CHOSEN, DENSE_FIRST, EXPERTS, SHARED
+from megarl.hf.families.family import Family, Refusals, after_the_first, never
+from megarl.hf.families.rows import TableRow
+from megarl.hf.families.settings import latent_attention, mixture, shared_width
+from megarl.hf.families.slices import Config, Kind, copy, gate_up, qkv, vocabulary
+
+FIELD = "megarl_table"  # in a model's configuration
+KINDS: dict[str, Kind] = {"copy": copy, "gate_up": gate_up, "qkv": qkv, "vocabulary": vocabulary}
+"""The kinds of rows in a file, by name."""
+
+SETTINGS: dict[str, type] = {
+    "add_qkv_bias": bool,
+    "layernorm_zero_centered_gamma": bool,
+    "moe_router_dtype": str,
+    "moe_router_enable_expert_bias": bool,
+    "moe_router_pre_softmax": bool,
+    "moe_router_score_function": str,
+    "moe_router_topk_scaling_factor": float,
+    "moe_shared_expert_overlap": bool,
+    "qk_layernorm": bool,
+}
+"""Fields of Megatron's TransformerConfig that a file may set, beyond the sizes that megarl computes from config.json."""
+
+
+def _always(config: Config, layer: int) -> bool:
+    return True
+
+
+LAYERS = {"never": never, "always": _always, "after_the_first": after_the_first}
+"""Which layers are mixtures of experts: none, all, all after `first_k_dense_replace` dense ones."""
+
+FREE = {
+    # Sizes: megarl computes Megatron's fields and shapes from them.
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "max_position_embeddings", "rms_norm_eps", "moe_intermediate_size", "num_nextn_predict_layers", "kv_lora_rank", "q_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", *EXPERTS, *CHOSEN, *SHARED, *DENSE_FIRST,
+    # megarl reads these for every family, and refuses what it cannot do.
+    "model_type", "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
+    "attention_dropout", "quantization_config", "compression_config", FIELD,
+    # No influence on log-probs.
+    "_attn_implementation", "_experts_implementation", "_name_or_path", "architectures", "auto_map", "bos_token_id",
+    "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id",
+    "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type",
+    "return_dict", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+"""Fields of config.json that may differ from the ones that a table was read for."""
+
+
+@dataclass(frozen=True)
+class FamilyTable:
+    """The contents of a file: what a `Family` needs, as values."""
+
+    model_type: str
+    source: str  # for people: the package, its version and its class
+    rows: list[list[Any]]  # [kind, Megatron's parameter, checkpoint tensors]
+    layers: str  # a name in LAYERS
+    settings: dict[str, Any]
+    latent: bool
+    ties: bool
+    biased: bool
+    config: dict[str, Any]
+    """Fields of config.json, with transformers' defaults, that must have these values: all except `FREE`."""
+
+    unread: list[str]
+    """Those of `config` that the source did not read: it computes the same model for every value of them."""
+
+
+def read_table(path: str | Path) -> dict[str, Any]:
+    """Return the table in the JSON file `path`, checked. Raises ValueError that names the file and what is wrong."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        check_table(content)
+    except (OSError, ValueError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"model.table: {path} is no table of a family: {cause}. `megarl model table MODEL --out FILE` writes one"
+        ) from error
+    return dict(content)
+
+
+def check_table(content: Any) -> None:
+    """Raise ValueError if `content` is not the content of a `FamilyTable`."""
+    names = [field.name for field in fields(FamilyTable)]
+    if not isinstance(content, dict) or sorted(content) != sorted(names):
+        given = ", ".join(sorted(content)) if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"it must be an object with {', '.join(names)}, and has {given}")
+    for row in content["rows"]:
+        if not (isinstance(row, list) and len(row) == 3 and row[0] in KINDS and isinstance(row[2], list)):
+            raise ValueError(f"{row} is no row: it must be [{' | '.join(KINDS)}, parameter, [tensor, ...]]")
+    if content["layers"] not in LAYERS:
+        raise ValueError(f"layers is {content['layers']!r}, and must be one of {', '.join(LAYERS)}")
+    for name, value in content["settings"].items():
+        kind = SETTINGS.get(name)
+        if kind is None or not isinstance(value, (float, int) if kind is float else kind):
+            raise ValueError(f"settings.{name} is {value!r}; a file may set {', '.join(SETTINGS)}")
+
+
+def to_json(table: FamilyTable) -> str:
+    """Return the text of the file, with a row in each line."""
+    content = asdict(table)
+    rows = ",\n  ".join(json.dumps(row) for row in content.pop("rows"))
+    return json.dumps(content, indent=1)[:-2] + f',\n "rows": [\n  {rows}\n ]\n}}\n'
+
+
+def with_table(hf_config: dict[str, Any], table: dict[str, Any] | None) -> dict[str, Any]:
+    """Return config.json with the table in it; unchanged without one. Raises ValueError if the table is of another model type."""
+    if table is None:
+        return hf_config
+    if hf_config.get("model_type") != table["model_type"]:
+        raise ValueError(
+            f"model.table is the table of {table['model_type']} models, and this is a {hf_config.get('model_type')!r} model. "
+            "Leave the key out, or write the table of this model: `megarl model table MODEL --out FILE`"
+        )
+    return {**hf_config, FIELD: table}
+
+
+def family_of_table(table: Mapping[str, Any]) -> Family:
+    """Return the family that a table describes. Raises ValueError for a table that is not well formed."""
+    return _family(json.dumps(table, sort_keys=True))
+
+
+@lru_cache(maxsize=8)
+def _family(text: str) -> Family:
+    content = json.loads(text)
+    check_table(content)  # it may be in a config.json that somebody else wrote
+    table = FamilyTable(**content)
+    return Family(
+        tuple(TableRow(KINDS[kind], parameter, tuple(tensors)) for kind, parameter, tensors in table.rows),
+        partial(_settings, table),
+        sparse=LAYERS[table.layers],
+        unsupported=partial(_unsupported, table),
+        rotary=("default", "yarn") if table.latent else ("default", "linear", "llama3", "yarn"),
+        latent=table.latent,
+        ties=table.ties,
+        biased=table.biased,
+        carried=(),
+        origin=f"the table from {table.source}",
+    )
+
+
+def _settings(table: FamilyTable, config: Config) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    if table.layers != "never":
+        settings |= mixture(config)
+    if width := shared_width(config):
+        settings["moe_shared_expert_intermediate_size"] = width
+    if table.latent:
+        settings |= latent_attention(config)
+    return {**settings, **table.settings}
+
+
+def _unsupported(table: FamilyTable, config: Config) -> Refusals:
+    """Refuse values of config.json for which the table was not read."""
+    for name, value in config.items():
+        if name not in FREE:
+            known = f"{table.config[name]!r} in its table" if name in table.config else "absent from its table"
+            yield name not in table.config or table.config[name] != value, f"{name}: {value!r} ({known})"
+    yield config.get("num_experts_per_tok") == 1, "num_experts_per_tok: 1"
