@@ -10,12 +10,14 @@ from megarl.algorithms.correction import corrects
 from megarl.algorithms.rejection import of_icepop
 from megarl.data.chat_template import read_template
 from megarl.errors import RecipeError, errors_of, raise_all
+from megarl.hf.tables.family_table import table_text
 from megarl.preflight.recipe.algorithm import name_errors
 from megarl.preflight.recipe.general import recipe_errors
 from megarl.recipe.algorithm import AlgorithmConfig, CorrectionConfig
 from megarl.recipe.data import DataConfig
 from megarl.recipe.load import read_recipe
 from megarl.recipe.schema import Recipe
+from megarl.recipe.trainers import ModelConfig
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check: bool = True) -> Recipe:
@@ -32,6 +34,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check: bool 
     apply_icepop(reading.recipe.algorithm.correction, reading.origins)
     apply_quantization(reading.recipe, reading.origins)
     errors += errors_of(_read_chat_template, reading.recipe.data, reading.origins)
+    errors += errors_of(_read_family_table, reading.recipe.model, reading.origins)
     if check:
         for error in recipe_errors(reading.recipe, names):
             if isinstance(error, RecipeError):
@@ -48,6 +51,18 @@ def _read_chat_template(data: DataConfig, origins: Mapping[str, str]) -> None:
         data.chat_template = read_template(value)
     except ValueError as error:
         remedy = "give a .jinja file, the text of a template, a name such as chatml, true or false"
+        raise RecipeError(key, str(error), remedy, value=value, origin=origins.get(key)) from error
+
+
+def _read_family_table(model: ModelConfig, origins: Mapping[str, str]) -> None:
+    """Replace a file in `model.table` by its text, so that other machines and resumes have it."""
+    key, value = "model.table", model.table
+    if value is None:
+        return
+    try:
+        model.table = table_text(value)
+    except ValueError as error:
+        remedy = "write it with `megarl model table MODEL --out FILE`"
         raise RecipeError(key, str(error), remedy, value=value, origin=origins.get(key)) from error
 
 

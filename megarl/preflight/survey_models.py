@@ -8,6 +8,7 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.cluster import transport
 from megarl.data.tokenizer import check_vocabulary, load_tokenizer
 from megarl.errors import RecipeError, as_recipe_error
+from megarl.hf.tables.family_table import FIELD, table_notice
 from megarl.preflight.engines_and_devices import check_device
 from megarl.preflight.findings import Survey
 from megarl.preflight.judge import check_judge_model
@@ -74,6 +75,8 @@ def _check_settings_against(survey: Survey) -> None:
     """Check settings against each config.json: layout, adapters, context length, parallel sizes of engines."""
     recipe, policy = survey.recipe, survey.configs.get(POLICY)
     if policy is not None:
+        if FIELD in policy:
+            survey.notice(table_notice(policy[FIELD]))
         if not survey.available.training:
             survey.add(sampled_errors(recipe, policy), POLICY)
         else:

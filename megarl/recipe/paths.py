@@ -45,12 +45,10 @@ def with_paths(recipe: Recipe, convert: Callable[[str], str]) -> Recipe:
         return [file if file.startswith(hub.PREFIX) else convert(file) for file in files]
 
     weight_sync, reward = recipe.weight_sync, recipe.reward
-    converted = with_inputs(recipe, convert_model, convert_files)
     return dataclasses.replace(
-        converted,
+        with_inputs(recipe, convert_model, convert_files),
         runs_dir=convert(recipe.runs_dir),
         train=dataclasses.replace(recipe.train, replay=convert_or_none(recipe.train.replay)),
-        model=dataclasses.replace(converted.model, table=convert_or_none(recipe.model.table)),
         weight_sync=dataclasses.replace(weight_sync, directory=convert_or_none(weight_sync.directory)),
         agent=dataclasses.replace(
             recipe.agent,

@@ -23,7 +23,7 @@ class ModelConfig:
     )
     table: Optional[str] = key(
         None,
-        "File with the table of the model's family, which `megarl model table` wrote, for a model type that megarl has no table for (docs/add_a_model.md). Every machine of the run needs it in the same place. Unset: megarl's own table.",
+        "Table of the model's family, for a model type that megarl has no table for: a file that `megarl model table` wrote (docs/add_a_model.md), or its text, which the resolved recipe has. Unset: megarl's own table.",
     )
     freeze_vision_tower: bool = key(
         False,

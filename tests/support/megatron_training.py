@@ -25,6 +25,7 @@ def recipe_of(case: dict[str, Any]) -> Any:
 
     recipe = Recipe()
     recipe.model.path, recipe.model.dtype = case["model"], case.get("dtype", "float32")
+    recipe.model.table = case.get("table")
     recipe.model.freeze_vision_tower = case.get("frozen_tower", False)
     recipe.cluster.timeout = TIMEOUT
     # A large epsilon keeps Adam's update smooth in the gradient, so that rounding stays rounding.

@@ -35,7 +35,7 @@ def check_model_of(model: str, *, as_json: bool) -> int:
 
     Raises ValueError if `model` has no readable config.json.
     """
-    config, problem, notice = _read(model)
+    config, problem, notice = read_config(model)
     result = check_config(model, config, problem)
     if notice:
         print(notice, file=sys.stderr)
@@ -56,7 +56,7 @@ def check_config(model: str, config: dict[str, Any], weights_problem: str | None
     )
 
 
-def _read(model: str) -> tuple[dict[str, Any], str | None, str | None]:
+def read_config(model: str) -> tuple[dict[str, Any], str | None, str | None]:
     """Return config.json of a folder, a file, a name on the hub or a published model, a fault of its weights, and a notice."""
     path = Path(model).expanduser()
     if path.is_file():

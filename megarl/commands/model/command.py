@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Optional
 
 import typer
 
@@ -32,3 +33,30 @@ def check(
 
     with as_input_error():
         return check_model_of(model, as_json=as_json)
+
+
+@app.command()
+def table(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A model that megarl has no table for: as for `megarl model check`."),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The table, JSON, for the recipe's model.table.")],
+    megatron_bridge: Annotated[
+        Optional[str],
+        typer.Option(
+            "--megatron-bridge",
+            metavar="FOLDER",
+            help="Folder with Megatron-Bridge (pip install --no-deps --target FOLDER). Unset: this environment's.",
+        ),
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> int:
+    """Write the table of a model's family from Megatron-Bridge, or say why it cannot be used. Exit status 1 if it cannot."""
+    from megarl.atomic_files import check_new
+    from megarl.commands.model.table import write_table
+    from megarl.errors import as_input_error
+
+    with as_input_error():
+        check_new("--out", out)
+        return write_table(model, out, megatron_bridge)

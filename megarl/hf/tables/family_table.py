@@ -20,6 +20,7 @@ from megarl.hf.families.settings import latent_attention, mixture, shared_width
 from megarl.hf.families.slices import Config, Kind, copy, gate_up, qkv, vocabulary
 
 FIELD = "megarl_table"  # in a model's configuration
+COMPARE = "python -m benchmarks.numerics.family_table"
 KINDS: dict[str, Kind] = {"copy": copy, "gate_up": gate_up, "qkv": qkv, "vocabulary": vocabulary}
 """The kinds of rows in a file, by name."""
 
@@ -50,7 +51,7 @@ FREE = {
     "max_position_embeddings", "rms_norm_eps", "moe_intermediate_size", "num_nextn_predict_layers", "kv_lora_rank", "q_lora_rank",
     "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", *EXPERTS, *CHOSEN, *SHARED, *DENSE_FIRST,
     # megarl reads these for every family, and refuses what it cannot do.
-    "model_type", "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
+    "model_type", "tie_word_embeddings", "layer_types", "mlp_layer_types", "max_window_layers", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
     "attention_dropout", "quantization_config", "compression_config", FIELD,
     # No influence on log-probs.
     "_attn_implementation", "_experts_implementation", "_name_or_path", "architectures", "auto_map", "bos_token_id",
@@ -80,17 +81,24 @@ class FamilyTable:
     """Those of `config` that the source did not read: it computes the same model for every value of them."""
 
 
-def read_table(path: str | Path) -> dict[str, Any]:
-    """Return the table in the JSON file `path`, checked. Raises ValueError that names the file and what is wrong."""
+def read_table(value: str) -> dict[str, Any]:
+    """Return the table that a value of `model.table` names, checked. `value`: a JSON file, or its text.
+
+    Raises ValueError that names the file and what is wrong.
+    """
+    is_text = value.lstrip().startswith("{")
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(value if is_text else Path(value).expanduser().read_text(encoding="utf-8"))
         check_table(content)
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(
-            f"model.table: {path} is no table of a family: {cause}. `megarl model table MODEL --out FILE` writes one"
-        ) from error
+        raise ValueError(f"{'its text' if is_text else value} is no table of a family: {cause}") from error
     return dict(content)
+
+
+def table_text(value: str) -> str:
+    """Return the text of the table that a value of `model.table` names, in one line. Raises ValueError as `read_table` does."""
+    return json.dumps(read_table(value))
 
 
 def check_table(content: Any) -> None:
@@ -127,6 +135,16 @@ def with_table(hf_config: dict[str, Any], table: dict[str, Any] | None) -> dict[
             "Leave the key out, or write the table of this model: `megarl model table MODEL --out FILE`"
         )
     return {**hf_config, FIELD: table}
+
+
+def table_notice(table: Mapping[str, Any]) -> str:
+    """Return the notice at the start of a run with a table from a file."""
+    fields = ", ".join(f"{name}={table['config'].get(name)!r}" for name in table["unread"])
+    return (
+        f"model.table: the table of {table['model_type']} models is from {table['source']}. megarl has not compared it with "
+        f"transformers: `{COMPARE} MODEL --table FILE` does, in a clone of megarl"
+        + (f". Of config.json, neither reads {fields}" if fields else "")
+    )
 
 
 def family_of_table(table: Mapping[str, Any]) -> Family:
@@ -166,6 +184,12 @@ def _settings(table: FamilyTable, config: Config) -> dict[str, Any]:
 
 def _unsupported(table: FamilyTable, config: Config) -> Refusals:
     """Refuse values of config.json for which the table was not read."""
+    sparse = LAYERS[table.layers]
+    kinds = [sparse(config, layer) for layer in range(config["num_hidden_layers"])]
+    other = {*(config.get("layer_types") or ())} - {"full_attention", "sliding_attention"}  # check.py refuses the latter
+    yield bool(other), f"layer_types: {', '.join(sorted(other))}"
+    listed = config.get("mlp_layer_types")
+    yield bool(listed) and [kind == "sparse" for kind in listed] != kinds, f"mlp_layer_types: {listed} (layers: {table.layers})"
     for name, value in config.items():
         if name not in FREE:
             known = f"{table.config[name]!r} in its table" if name in table.config else "absent from its table"

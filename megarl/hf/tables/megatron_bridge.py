@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from megarl.hf.config import experts_per_token, number_of_experts
-from megarl.hf.families.check import unsupported_settings
-from megarl.hf.families.settings import rotary_base, rotary_scaling, rotated_part, shared_width
+from megarl.hf.config import experts_per_token, number_of_experts, text_fields
+from megarl.hf.families.check import size_faults, unsupported_settings
+from megarl.hf.families.settings import rotary_base, rotated_part, shared_width
 from megarl.hf.families.sizes import head_size, parameters
 from megarl.hf.families.slices import Config
 from megarl.hf.tables.family_table import FREE, LAYERS, SETTINGS, FamilyTable, family_of_table
@@ -48,12 +48,12 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 """Fields that must have one of these values: megarl's builder knows no other."""
 
 _SAME: dict[str, Callable[[Config], Any]] = {
-    "num_layers": lambda config: config["num_hidden_layers"],
-    "hidden_size": lambda config: config["hidden_size"],
-    "num_attention_heads": lambda config: config["num_attention_heads"],
-    "num_query_groups": lambda config: config.get("num_key_value_heads") or config["num_attention_heads"],
-    "vocab_size": lambda config: config["vocab_size"],
-    "layernorm_epsilon": lambda config: config["rms_norm_eps"],
+    "num_layers": lambda config: config.get("num_hidden_layers"),
+    "hidden_size": lambda config: config.get("hidden_size"),
+    "num_attention_heads": lambda config: config.get("num_attention_heads"),
+    "num_query_groups": lambda config: config.get("num_key_value_heads") or config.get("num_attention_heads"),
+    "vocab_size": lambda config: config.get("vocab_size"),
+    "layernorm_epsilon": lambda config: config.get("rms_norm_eps"),
     "share_embeddings_and_output_weights": lambda config: bool(config.get("tie_word_embeddings")),
     "rotary_base": rotary_base,
 }
@@ -69,6 +69,8 @@ _SAME_OF_LATENT = {
     "qk_pos_emb_head_dim": "qk_rope_head_dim", "v_head_dim": "v_head_dim",
 }  # fmt: skip
 """Fields that megarl computes from config.json by itself. Both must agree."""
+
+_CHECKED = ("hidden_act", "use_sliding_window", "sliding_window")  # by megarl, for every family
 
 _TRAINERS = {
     "apply_rope_fusion", "async_tensor_model_parallel_allreduce", "attention_backend", "attention_dropout",
@@ -101,9 +103,10 @@ def translate(dump: dict[str, Any], config: Config) -> Translation:
     dump: what `megarl.megatron.megatron_bridge.dump` printed for a model whose class it knows. config: its config.json, with
     transformers' defaults.
     """
-    provider = dump["provider"]
+    provider, config = dump["provider"], text_fields(config)
     fields, latent = provider["fields"], bool(provider["fields"].get("multi_latent_attention"))
     rows, reasons = _rows(dump["mappings"])
+    reasons += ["it has a vision tower"] if "vision_config" in config else []
     reasons += [f"{dump['bridge']}.{hook} changes tensors in code" for hook in dump["hooks"]]
     layers = _layers(fields, config)
     reasons += [*_class_faults(provider), *_field_faults(provider, config, latent), *_layer_faults(layers, fields)]
@@ -118,10 +121,10 @@ def translate(dump: dict[str, Any], config: Config) -> Translation:
         ties=bool(config.get("tie_word_embeddings")),
         biased=bool(fields.get("add_qkv_bias")),
         config=fixed,
-        unread=sorted(fixed.keys() - {*dump["read"]}),
+        unread=sorted(fixed.keys() - {*dump["read"], *_CHECKED}),
     )
-    if layers is not None:
-        reasons += _model_faults(table, config)
+    sizes = [*size_faults(config)]
+    reasons += sizes or (_model_faults(table, config) if layers is not None else [])
     return Translation(table, reasons)
 
 
@@ -184,7 +187,11 @@ def _field_faults(provider: dict[str, Any], config: Config, latent: bool) -> Ite
                 yield f"{name} is {value!r}: megarl's tables have {' or '.join(map(repr, _FIXED[name]))}"
         elif name in same:
             expected = same[name](config)
-            if (value or None) != (expected or None) and not (value is None and name == "num_query_groups"):
+            # Megatron computes these two from the heads. 0.3.1 leaves Megatron's default where config.json has null, as for the
+            # rank of queries of DeepSeek-V2-Lite, which has none.
+            derived = value is None and name in ("num_query_groups", "kv_channels")
+            derived = derived or (name == "q_lora_rank" and expected is None and value == defaults.get(name))
+            if (value or None) != (expected or None) and not derived:
                 yield f"{name} is {value!r}, and megarl reads {expected!r} from config.json"
         elif name not in _TRAINERS and name not in SETTINGS and value != defaults.get(name) and not _of_latent(name, latent):
             yield f"{name} is {value!r}, which megarl's tables do not have"
@@ -199,7 +206,7 @@ def _of_latent(name: str, latent: bool) -> bool:
 
 def _layers(fields: dict[str, Any], config: Config) -> str | None:
     """Return the name in `LAYERS` of the layers that are mixtures of experts; None if there is none."""
-    count = config["num_hidden_layers"]
+    count = config.get("num_hidden_layers") or 0
     pattern = fields.get("moe_layer_freq") if fields.get("num_moe_experts") else [0] * count
     if isinstance(pattern, int):
         pattern = [int(layer % pattern == 0) for layer in range(count)]
@@ -228,11 +235,7 @@ def _settings(provider: dict[str, Any]) -> dict[str, Any]:
 
 def _model_faults(table: FamilyTable, config: Config) -> Iterator[str]:
     """Yield a reason for each parameter without a row, and for each setting of config.json that megarl refuses."""
-    from dataclasses import asdict
-
     family = family_of_table(asdict(table))
-    if "sliding_attention" in (config.get("layer_types") or ()) or rotary_scaling(config)["rope_type"] not in family.rotary:
-        yield "config.json asks for sliding windows or a rotary scaling that megarl's tables do not have"
     try:
         for _ in parameters(family, config):
             pass

@@ -1,0 +1,95 @@
+"""Start `dump.py` for a model, and return what Megatron-Bridge knows about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from megarl.hf.config import text_fields
+from megarl.hf.families.settings import rotary_base, rotary_scaling, rotated_part
+
+PACKAGE = "megatron-bridge"
+INSTALL = f"pip install --no-deps --target FOLDER {PACKAGE}"
+_SECONDS = 600.0  # for the imports
+
+
+def installed_version() -> str | None:
+    """Return the version of Megatron-Bridge in this environment, None without it. Imports nothing."""
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def whole_config(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with the defaults of the installed transformers. Raises ValueError for an unknown `model_type`."""
+    from transformers import CONFIG_MAPPING
+
+    kind = hf_config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(
+            f"the installed transformers does not know the model_type {kind!r}, so nothing could check a table of it"
+        )
+    config = CONFIG_MAPPING[kind].from_dict(hf_config)
+    return {**config.to_dict(), **{name: getattr(config, name, None) for name in type(config).attribute_map}}
+
+
+def read_bridge(hf_config: dict[str, Any], folder: str | None) -> dict[str, Any]:
+    """Return the dump of a model (see dump.py). `hf_config`: from `whole_config`.
+
+    folder: a folder that holds megatron/bridge; None: this environment. Raises ValueError if Megatron-Bridge is not there, if its
+    bridge rejects the model, or if it has none for the model's `architectures`.
+    """
+    if folder is None and installed_version() is None:
+        raise ValueError(
+            f"Megatron-Bridge is not installed. {INSTALL}, and name the folder: --megatron-bridge FOLDER"
+        )
+    if folder is not None and not (Path(folder) / "megatron" / "bridge" / "package_info.py").is_file():
+        raise ValueError(f"--megatron-bridge {folder} holds no megatron/bridge. {INSTALL} writes it")
+    request = {"folder": os.path.abspath(folder) if folder else "", "config": before_transformers_5(hf_config)}
+    command = [sys.executable, "-W", "ignore", "-m", "megarl.megatron.megatron_bridge.dump"]
+    result = subprocess.run(
+        command, input=json.dumps(request), capture_output=True, text=True, timeout=_SECONDS, check=False
+    )
+    if result.returncode:
+        raise ValueError(f"Megatron-Bridge cannot read this model: {_last_line(result.stderr)}")
+    dump: dict[str, Any] = json.loads(result.stdout)
+    if "bridge" not in dump:
+        raise ValueError(
+            f"Megatron-Bridge {dump['version']} has no bridge for {', '.join(hf_config.get('architectures') or ['no architectures'])}; "
+            f"it has bridges for {', '.join(dump['bridges'])}"
+        )
+    return dump
+
+
+def before_transformers_5(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with the names that Megatron-Bridge reads, those of transformers 4.
+
+    transformers 5 moved `rope_theta`, `rope_scaling` and `partial_rotary_factor` into `rope_parameters`, and calls the dtype
+    `dtype`.
+    """
+    fields = {name: value for name, value in hf_config.items() if not name.startswith("_")}
+    text = text_fields(hf_config)
+    scaling = rotary_scaling(text)
+    old = {
+        "rope_theta": rotary_base(text),
+        "rope_scaling": None if scaling["rope_type"] == "default" else {**scaling, "type": scaling["rope_type"]},
+        "torch_dtype": "bfloat16",
+    }
+    if (part := rotated_part(text)) != 1.0:
+        old["partial_rotary_factor"] = part
+    fields |= old
+    for name, section in fields.items():
+        if name.endswith("_config") and isinstance(section, dict):
+            fields[name] = {**section, **old}
+    return fields
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "its process ended without a message"

@@ -1,0 +1,112 @@
+"""Tables in files: what they may hold, and the config.json that they are for."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.errors import RecipeError
+from megarl.hf.families import family_of, find_family
+from megarl.hf.families.check import model_faults
+from megarl.hf.shape import model_shape
+from megarl.hf.tables.family_table import FIELD, read_table, table_notice, to_json, with_table
+from megarl.hf.tables.megatron_bridge import translate
+from megarl.preflight.load import load_recipe
+from megarl.recipe.derived.critic_view import critic_view
+from tests.support.megatron_bridge_dump import CONFIG, dense_dump
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "newest.json"
+    path.write_text(to_json(translate(dense_dump(), CONFIG).table))
+    return path
+
+
+def test_a_file_holds_the_table(file: Path) -> None:
+    assert read_table(str(file)) == asdict(translate(dense_dump(), CONFIG).table)
+    assert read_table(file.read_text()) == read_table(str(file))
+
+
+def test_a_model_with_its_table_is_supported(file: Path) -> None:
+    config = with_table(CONFIG, read_table(str(file)))
+    assert [*model_faults(config)] == [] and [*model_faults(CONFIG)] != []
+    assert model_shape(config).total == model_shape({**CONFIG, "model_type": "qwen3"}).total
+    with pytest.raises(ValueError, match=r"the table from Megatron-Bridge 9\.9 \(NewestBridge\) has no row for .*mlp\.x"):
+        family_of(config).row_of("decoder.layers.0.mlp.x")
+
+
+def test_an_unknown_model_names_the_command() -> None:
+    with pytest.raises(ValueError, match="`megarl model table`"):
+        family_of(CONFIG)
+    assert find_family(CONFIG) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"logit_scale": 1.0}, r"logit_scale: 1\.0 \(2\.0 in its table\)"),
+        ({"attention_bias": True}, r"attention_bias: True \(absent from its table\)"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types: chunked_attention"),
+        ({"mlp_layer_types": ["dense", "sparse"]}, r"mlp_layer_types: .* \(layers: never\)"),
+        ({"hidden_act": "gelu"}, "hidden_act: gelu"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotary scaling 'dynamic'"),
+    ],
+)
+def test_another_config_than_the_tables(file: Path, change: dict[str, Any], fault: str) -> None:
+    faults = [*model_faults(with_table({**CONFIG, **change}, read_table(str(file))))]
+    assert any(re.search(fault, text) for text in faults), faults
+
+
+def test_sizes_may_differ_from_the_tables(file: Path) -> None:
+    smaller = {"num_hidden_layers": 1, "hidden_size": 32, "vocab_size": 100, "layer_types": ["full_attention"]}
+    assert [*model_faults(with_table({**CONFIG, **smaller}, read_table(str(file))))] == []
+
+
+def test_a_table_of_another_model(file: Path) -> None:
+    with pytest.raises(ValueError, match="of newest models, and this is a 'other' model"):
+        with_table({**CONFIG, "model_type": "other"}, read_table(str(file)))
+    own = {**CONFIG, "model_type": "qwen3", FIELD: {**read_table(str(file)), "model_type": "qwen3"}}
+    with pytest.raises(ValueError, match="for which megarl has its own, tested table"):
+        family_of(own)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"rows": [["reversed", "a", ["b"]]]}, "is no row"),
+        ({"rows": [["copy", "a", "b"]]}, "is no row"),
+        ({"layers": "some"}, "layers is 'some'"),
+        ({"settings": {"num_layers": 3}}, r"settings\.num_layers is 3"),
+        ({"settings": {"qk_layernorm": "yes"}}, r"settings\.qk_layernorm is 'yes'"),
+        ({"more": 1}, "it must be an object with"),
+    ],
+)
+def test_a_file_that_is_no_table(file: Path, change: dict[str, Any], fault: str) -> None:
+    content = {**json.loads(file.read_text()), **change}
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=fault):
+        read_table(str(file))
+    with pytest.raises(ValueError, match=fault):  # also in a config.json
+        family_of({**CONFIG, FIELD: content})
+
+
+def test_the_recipe_has_the_text(file: Path, tmp_path: Path) -> None:
+    recipe = load_recipe("recipes/quickstart.yaml", [f"model.table={file}"])
+    assert recipe.model.table is not None and json.loads(recipe.model.table) == json.loads(file.read_text())
+    assert critic_view(recipe).model.table == recipe.model.table  # a copy of the policy
+    recipe.critic.model_path = "other"
+    assert critic_view(recipe).model.table is None
+    with pytest.raises(RecipeError, match=r"(?s)model\.table.*megarl model table"):
+        load_recipe("recipes/quickstart.yaml", [f"model.table={tmp_path / 'none.json'}"])
+
+
+def test_the_notice_names_fields_that_nothing_reads(file: Path) -> None:
+    notice = table_notice(read_table(str(file)))
+    assert "from Megatron-Bridge 9.9 (NewestBridge)" in notice and "neither reads logit_scale=2.0" in notice
+    assert "python -m benchmarks.numerics.family_table" in notice
