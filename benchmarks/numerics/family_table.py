@@ -99,7 +99,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         results = compare(hf_config, arguments.table, Path(folder))
     for layout, (result, faults) in results.items():
-        print(f"{layout:<4} log-probs {result.log_prob:.1e}, entropy {result.entropy:.1e}: {'; '.join(faults) or 'equal'}")
+        print(
+            f"{layout:<4} log-probs {result.log_prob:.1e}, entropy {result.entropy:.1e}: {'; '.join(faults) or 'equal'}"
+        )
     wrong = any(faults for _, faults in results.values())
     print("The table does not describe transformers' model." if wrong else "The table describes transformers' model.")
     return int(wrong)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ from megarl.commands.model import new_family
 from megarl.errors import RecipeError
 from megarl.hf import hub, published, weights
 from megarl.hf.config import context_length, experts_per_token, number_of_experts, text_fields
-from megarl.hf.families import FAMILIES, has_tower
+from megarl.hf.families import FAMILIES, family_of, has_tower
 from megarl.hf.families.check import model_faults, size_faults
 from megarl.hf.linears import linears_of
 from megarl.hf.shape import model_shape
+from megarl.hf.tables.megatron_bridge import translate
+from megarl.megatron.megatron_bridge import reader
 from megarl.preflight.models import read_hf_config
 
 
@@ -37,6 +39,8 @@ def check_model_of(model: str, *, as_json: bool) -> int:
     """
     config, problem, notice = read_config(model)
     result = check_config(model, config, problem)
+    if config.get("model_type") not in FAMILIES:
+        result = replace(result, hints=[*result.hints, *bridge_hints(config)])
     if notice:
         print(notice, file=sys.stderr)
     print(json.dumps(asdict(result), indent=1) if as_json else "\n".join(_lines(result)))
@@ -75,6 +79,23 @@ def read_config(model: str) -> tuple[dict[str, Any], str | None, str | None]:
             f"{', '.join(published.names())}"
         )
     return _config_in(hub.config_folder(name)), *hub.weights_fault(name)
+
+
+def bridge_hints(config: dict[str, Any]) -> list[str]:
+    """Return whether the table of Megatron-Bridge, where it is installed, can be used for a model that megarl has no table for."""
+    version = reader.installed_version()
+    if version is None:
+        return [
+            f"Megatron-Bridge: not installed. With it ({reader.INSTALL}), `megarl model table` may write this family's table"
+        ]
+    try:
+        whole = reader.whole_config(config)
+        reasons = translate(reader.read_bridge(whole, None), whole).reasons
+    except ValueError as error:
+        reasons = [str(error)]
+    if not reasons:
+        return [f"Megatron-Bridge {version} has a table that can be used: megarl model table MODEL --out FILE"]
+    return [f"Megatron-Bridge {version} has no table that can be used:", *(f"  - {reason}" for reason in reasons)]
 
 
 def _config_in(folder: Path) -> dict[str, Any]:

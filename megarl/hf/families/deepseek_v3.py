@@ -17,8 +17,6 @@ def _settings(config: Config) -> dict[str, Any]:
         **sigmoid_routing(config),
         "moe_shared_expert_intermediate_size": config["moe_intermediate_size"] * config.get("n_shared_experts", 1),
         "moe_shared_expert_overlap": True,
-        "attention_backend": "fused",
-        "disable_bf16_reduced_precision_matmul": True,
         "qk_layernorm": True,
         **latent_attention(config),
     }

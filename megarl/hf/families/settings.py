@@ -7,7 +7,12 @@ from typing import Any
 from megarl.hf.config import experts_per_token, number_of_experts, shared_experts
 from megarl.hf.families.slices import Config
 
-_UNSCALED = {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}  # latent attention
+_UNSCALED = {
+    "rope_type": "rope",
+    "rotary_scaling_factor": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}  # latent attention
 
 
 def rotary_scaling(config: Config) -> dict[str, Any]:
@@ -65,9 +70,11 @@ def shared_width(config: Config) -> int:
 
 
 def latent_attention(config: Config) -> dict[str, Any]:
-    """Return Megatron's fields for multi-head latent attention: its sizes and rotary embedding."""
+    """Return Megatron's fields for multi-head latent attention: its sizes, rotary embedding and kernels."""
     scaling = rotary_scaling(config)
     return {
+        "attention_backend": "fused",
+        "disable_bf16_reduced_precision_matmul": True,
         "q_lora_rank": config.get("q_lora_rank"),
         "kv_lora_rank": config["kv_lora_rank"],
         "qk_head_dim": config["qk_nope_head_dim"],

@@ -186,10 +186,16 @@ def _unsupported(table: FamilyTable, config: Config) -> Refusals:
     """Refuse values of config.json for which the table was not read."""
     sparse = LAYERS[table.layers]
     kinds = [sparse(config, layer) for layer in range(config["num_hidden_layers"])]
-    other = {*(config.get("layer_types") or ())} - {"full_attention", "sliding_attention"}  # check.py refuses the latter
+    other = {*(config.get("layer_types") or ())} - {
+        "full_attention",
+        "sliding_attention",
+    }  # check.py refuses the latter
     yield bool(other), f"layer_types: {', '.join(sorted(other))}"
     listed = config.get("mlp_layer_types")
-    yield bool(listed) and [kind == "sparse" for kind in listed] != kinds, f"mlp_layer_types: {listed} (layers: {table.layers})"
+    yield (
+        listed is not None and [kind == "sparse" for kind in listed] != kinds,
+        f"mlp_layer_types: {listed} (layers: {table.layers})",
+    )
     for name, value in config.items():
         if name not in FREE:
             known = f"{table.config[name]!r} in its table" if name in table.config else "absent from its table"

@@ -106,10 +106,13 @@ def translate(dump: dict[str, Any], config: Config) -> Translation:
     provider, config = dump["provider"], text_fields(config)
     fields, latent = provider["fields"], bool(provider["fields"].get("multi_latent_attention"))
     rows, reasons = _rows(dump["mappings"])
-    reasons += ["it has a vision tower"] if "vision_config" in config else []
     reasons += [f"{dump['bridge']}.{hook} changes tensors in code" for hook in dump["hooks"]]
     layers = _layers(fields, config)
-    reasons += [*_class_faults(provider), *_field_faults(provider, config, latent), *_layer_faults(layers, fields)]
+    reasons += _class_faults(provider)
+    if "vision_config" in config:
+        reasons.append("the model has a vision tower")
+    else:
+        reasons += [*_field_faults(provider, config, latent), *_layer_faults(layers, fields)]
     fixed = {name: value for name, value in config.items() if name not in FREE}
     table = FamilyTable(
         model_type=config["model_type"],
@@ -124,7 +127,8 @@ def translate(dump: dict[str, Any], config: Config) -> Translation:
         unread=sorted(fixed.keys() - {*dump["read"], *_CHECKED}),
     )
     sizes = [*size_faults(config)]
-    reasons += sizes or (_model_faults(table, config) if layers is not None else [])
+    if layers is not None and "vision_config" not in config:
+        reasons += sizes or _model_faults(table, config)
     return Translation(table, reasons)
 
 
@@ -145,7 +149,9 @@ def _rows(mappings: list[dict[str, Any]]) -> tuple[list[list[Any]], list[str]]:
         elif mapping["options"]:
             reasons.append(f"{parameter}: {mapping['type']} with {mapping['options']} reorders the tensor")
         elif kind == "copy" and parameter.endswith(_JOINED):
-            reasons.append(f"{parameter}: {mapping['type']} stores projections as one tensor, in an order that it does not state")
+            reasons.append(
+                f"{parameter}: {mapping['type']} stores projections as one tensor, in an order that it does not state"
+            )
         else:
             numbered = [_numbered(name) for name in (parameter, *tensors)]
             if len({*map(_numbers, numbered)}) > 1 or any("*" in name for name in numbered):
@@ -193,7 +199,12 @@ def _field_faults(provider: dict[str, Any], config: Config, latent: bool) -> Ite
             derived = derived or (name == "q_lora_rank" and expected is None and value == defaults.get(name))
             if (value or None) != (expected or None) and not derived:
                 yield f"{name} is {value!r}, and megarl reads {expected!r} from config.json"
-        elif name not in _TRAINERS and name not in SETTINGS and value != defaults.get(name) and not _of_latent(name, latent):
+        elif (
+            name not in _TRAINERS
+            and name not in SETTINGS
+            and value != defaults.get(name)
+            and not _of_latent(name, latent)
+        ):
             yield f"{name} is {value!r}, which megarl's tables do not have"
     if number_of_experts(config) == 0 and fields.get("num_moe_experts"):
         yield f"num_moe_experts is {fields['num_moe_experts']!r}, and megarl finds no number of experts in config.json"

@@ -1,7 +1,7 @@
 """Print what Megatron-Bridge knows about a model, as JSON: a process of its own, started by `reader.py`.
 
-Standard input: `{"folder": a folder with megatron/bridge or "", "config": fields of config.json}`. Standard output: a `Dump` of
-`megarl.hf.tables.dump`, in one line. Text that imports print goes to standard error.
+Standard input: `{"folder": a folder with megatron/bridge or "", "configs": [fields of a config.json, ...]}`. Standard output: a
+list with the result of `dump` for each, in one line. Text that imports print goes to standard error.
 
 Nothing is computed with Megatron-Bridge: names of parameters and fields of a configuration are read. Packages that it imports
 and that are absent here (kernels, loggers) are therefore replaced by empty modules, and the dump names them.
@@ -31,12 +31,17 @@ _HOOKS = ("maybe_modify_loaded_hf_weight", "maybe_modify_converted_hf_weight", "
 
 
 class _Absent(type):
-    """The class of every name in an absent package: usable as a base class, as a decorator and as a namespace."""
+    """The class of every name in an absent package: usable as a base class, as a decorator and as a namespace.
+
+    A class that derives from such a name makes objects as usual.
+    """
 
     def __getattr__(cls, name: str) -> Any:
         return _absent(name)
 
     def __call__(cls, *arguments: Any, **named: Any) -> Any:
+        if cls.__bases__ != (object,):
+            return super().__call__(*arguments, **named)
         return arguments[0] if len(arguments) == 1 and callable(arguments[0]) else _absent(cls.__name__)
 
 
@@ -140,8 +145,8 @@ def _provider(provider: Any) -> dict[str, Any]:
     }
 
 
-def dump(folder: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the dump of a model. Raises ImportError if Megatron-Bridge cannot be imported."""
+def find_absent(folder: str) -> _AbsentPackages:
+    """Make Megatron-Bridge importable: from `folder`, if it is not "", with empty modules for absent packages."""
     if folder:
         sys.path.append(folder)  # `megatron` is a namespace of both packages
     import megatron.core  # noqa: F401  -- its own checks for absent packages come before the empty modules
@@ -149,6 +154,15 @@ def dump(folder: str, config: dict[str, Any]) -> dict[str, Any]:
 
     finder = _AbsentPackages()
     sys.meta_path.append(finder)
+    return finder
+
+
+def dump(finder: _AbsentPackages, config: dict[str, Any]) -> dict[str, Any]:
+    """Return what Megatron-Bridge knows about a model: `version`, `bridges` (names of architectures), `absent` packages, and
+    for an architecture that it knows its `bridge`, `hooks`, `mappings`, `provider` and the `read` fields, or an `error`.
+
+    Raises ImportError if Megatron-Bridge cannot be imported.
+    """
     from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, get_model_bridge
     from megatron.bridge.package_info import __version__
 
@@ -160,9 +174,13 @@ def dump(folder: str, config: dict[str, Any]) -> dict[str, Any]:
     name = next((each for each in config.get("architectures") or () if each in bridges), None)
     if name is not None:
         bridge, fields = bridges[name](None), ConfigFields(config)
-        provider = bridge.provider_bridge(types.SimpleNamespace(config=fields))
-        bridge.hf_config = fields  # its converter sets this before it asks for the mappings
-        registry = bridge.mapping_registry()
+        try:
+            provider = bridge.provider_bridge(types.SimpleNamespace(config=fields))
+            bridge.hf_config = fields  # its converter sets this before it asks for the mappings
+            registry = bridge.mapping_registry()
+        except Exception as error:  # noqa: BLE001 -- the package's code may raise anything at fields that it does not expect
+            failed = {"bridge": type(bridge).__name__, "error": f"{type(error).__name__}: {error}"}
+            return {**result, **failed, "absent": sorted(finder.packages)}
         result |= {
             "bridge": type(bridge).__name__,
             "hooks": [hook for hook in _HOOKS if getattr(type(bridge), hook) is not getattr(MegatronModelBridge, hook)],
@@ -178,7 +196,8 @@ def main() -> None:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     request = json.load(sys.stdin)
-    print(json.dumps(dump(request["folder"], request["config"])), file=answer, flush=True)
+    finder = find_absent(request["folder"])
+    print(json.dumps([dump(finder, config) for config in request["configs"]]), file=answer, flush=True)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ def whole_config(hf_config: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"the installed transformers does not know the model_type {kind!r}, so nothing could check a table of it"
         )
-    config = CONFIG_MAPPING[kind].from_dict(hf_config)
-    return {**config.to_dict(), **{name: getattr(config, name, None) for name in type(config).attribute_map}}
+    config: dict[str, Any] = CONFIG_MAPPING[kind].from_dict(hf_config).to_dict()
+    return config
 
 
 def read_bridge(hf_config: dict[str, Any], folder: str | None) -> dict[str, Any]:
@@ -45,35 +45,49 @@ def read_bridge(hf_config: dict[str, Any], folder: str | None) -> dict[str, Any]
     folder: a folder that holds megatron/bridge; None: this environment. Raises ValueError if Megatron-Bridge is not there, if its
     bridge rejects the model, or if it has none for the model's `architectures`.
     """
-    if folder is None and installed_version() is None:
+    (dump,) = read_bridges([hf_config], folder)
+    if "error" in dump:
+        raise ValueError(f"{dump['bridge']} of Megatron-Bridge {dump['version']} rejects this model: {dump['error']}")
+    if "bridge" not in dump:
+        names = ", ".join(hf_config.get("architectures") or ["no architectures"])
         raise ValueError(
-            f"Megatron-Bridge is not installed. {INSTALL}, and name the folder: --megatron-bridge FOLDER"
+            f"Megatron-Bridge {dump['version']} has no bridge for {names}; it has bridges for {', '.join(dump['bridges'])}"
         )
+    return dump
+
+
+def read_bridges(hf_configs: list[dict[str, Any]], folder: str | None) -> list[dict[str, Any]]:
+    """Return the dump of each model, from one process. Raises ValueError if Megatron-Bridge is not there or not importable."""
+    if folder is None and installed_version() is None:
+        raise ValueError(f"Megatron-Bridge is not installed. {INSTALL}, and name the folder: --megatron-bridge FOLDER")
     if folder is not None and not (Path(folder) / "megatron" / "bridge" / "package_info.py").is_file():
         raise ValueError(f"--megatron-bridge {folder} holds no megatron/bridge. {INSTALL} writes it")
-    request = {"folder": os.path.abspath(folder) if folder else "", "config": before_transformers_5(hf_config)}
+    request = {
+        "folder": os.path.abspath(folder) if folder else "",
+        "configs": [*map(before_transformers_5, hf_configs)],
+    }
     command = [sys.executable, "-W", "ignore", "-m", "megarl.megatron.megatron_bridge.dump"]
     result = subprocess.run(
         command, input=json.dumps(request), capture_output=True, text=True, timeout=_SECONDS, check=False
     )
     if result.returncode:
-        raise ValueError(f"Megatron-Bridge cannot read this model: {_last_line(result.stderr)}")
-    dump: dict[str, Any] = json.loads(result.stdout)
-    if "bridge" not in dump:
-        raise ValueError(
-            f"Megatron-Bridge {dump['version']} has no bridge for {', '.join(hf_config.get('architectures') or ['no architectures'])}; "
-            f"it has bridges for {', '.join(dump['bridges'])}"
-        )
-    return dump
+        raise ValueError(f"Megatron-Bridge cannot be imported: {_last_line(result.stderr)}")
+    dumps: list[dict[str, Any]] = json.loads(result.stdout)
+    return dumps
 
 
 def before_transformers_5(hf_config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the names that Megatron-Bridge reads, those of transformers 4.
 
     transformers 5 moved `rope_theta`, `rope_scaling` and `partial_rotary_factor` into `rope_parameters`, and calls the dtype
-    `dtype`.
+    `dtype`. Its configuration classes answer to further names of their fields, which are added.
     """
+    from transformers import CONFIG_MAPPING
+
     fields = {name: value for name, value in hf_config.items() if not name.startswith("_")}
+    kind = hf_config.get("model_type")
+    aliases = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
+    fields |= {alias: fields[name] for alias, name in aliases.items() if name in fields}
     text = text_fields(hf_config)
     scaling = rotary_scaling(text)
     old = {

@@ -37,7 +37,9 @@ def test_a_model_with_its_table_is_supported(file: Path) -> None:
     config = with_table(CONFIG, read_table(str(file)))
     assert [*model_faults(config)] == [] and [*model_faults(CONFIG)] != []
     assert model_shape(config).total == model_shape({**CONFIG, "model_type": "qwen3"}).total
-    with pytest.raises(ValueError, match=r"the table from Megatron-Bridge 9\.9 \(NewestBridge\) has no row for .*mlp\.x"):
+    with pytest.raises(
+        ValueError, match=r"the table from Megatron-Bridge 9\.9 \(NewestBridge\) has no row for .*mlp\.x"
+    ):
         family_of(config).row_of("decoder.layers.0.mlp.x")
 
 
