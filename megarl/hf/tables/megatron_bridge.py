@@ -50,6 +50,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 _SAME: dict[str, Callable[[Config], Any]] = {
     "num_layers": lambda config: config.get("num_hidden_layers"),
     "hidden_size": lambda config: config.get("hidden_size"),
+    "ffn_hidden_size": lambda config: config.get("intermediate_size"),
     "num_attention_heads": lambda config: config.get("num_attention_heads"),
     "num_query_groups": lambda config: config.get("num_key_value_heads") or config.get("num_attention_heads"),
     "vocab_size": lambda config: config.get("vocab_size"),
@@ -84,7 +85,7 @@ _TRAINERS = {
     "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings", "rope_scaling",
     "rope_scaling_factor", "rope_type", "rotary_scaling_factor",
     # Read apart from the others.
-    "ffn_hidden_size", "moe_layer_freq", "multi_latent_attention", "transformer_layer_spec",
+    "moe_layer_freq", "multi_latent_attention", "transformer_layer_spec",
 }  # fmt: skip
 """Fields that do not describe the model, or that megarl's trainer sets."""
 

@@ -67,9 +67,14 @@ def read_bridges(hf_configs: list[dict[str, Any]], folder: str | None) -> list[d
         "configs": [*map(before_transformers_5, hf_configs)],
     }
     command = [sys.executable, "-W", "ignore", "-m", "megarl.megatron.megatron_bridge.dump"]
-    result = subprocess.run(
-        command, input=json.dumps(request), capture_output=True, text=True, timeout=_SECONDS, check=False
-    )
+    try:
+        result = subprocess.run(
+            command, input=json.dumps(request), capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(
+            f"the imports of Megatron-Bridge took more than {_SECONDS:g} s: try again on an idle machine"
+        ) from error
     if result.returncode:
         raise ValueError(f"Megatron-Bridge cannot be imported: {_last_line(result.stderr)}")
     dumps: list[dict[str, Any]] = json.loads(result.stdout)

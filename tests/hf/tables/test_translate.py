@@ -81,6 +81,7 @@ def test_a_mapping_that_is_no_row(changed: dict[str, Any], reason: str) -> None:
         ("activation_func", "megatron.core.activations.squared_relu", "activation_func is 'megatron.core"),
         ("window_size", [4096, 0], "window_size is [4096, 0], which megarl's tables do not have"),
         ("rotary_percent", 0.5, "rotary_percent is 0.5, and megarl reads 1.0"),
+        ("ffn_hidden_size", 97, "ffn_hidden_size is 97, and megarl reads 96"),
         ("vocab_size", 257, "vocab_size is 257, and megarl reads 256"),
         ("moe_router_num_groups", 8, "moe_router_num_groups is 8"),
         ("transformer_layer_spec", "other.layers", "has layers of its own (other.layers)"),
