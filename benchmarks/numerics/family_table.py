@@ -60,7 +60,7 @@ def cases_of(config: dict[str, Any], table: Path) -> list[dict[str, Any]]:
 
 
 def compare(hf_config: dict[str, Any], table: Path, directory: Path) -> dict[str, tuple[Difference, list[str]]]:
-    """Return the differences by layout, and what is wrong: empty if the table describes transformers' model.
+    """Return the differences and the faults by layout. No faults: the table describes transformers' model.
 
     hf_config: config.json. directory: an empty folder for the tiny model and the results.
     """

@@ -162,7 +162,9 @@ BOTH = {
     "Llama-3.1-8B": set(),
     "Mistral-7B-Instruct-v0.3": set(),
     "Moonlight-16B-A3B": {"DeepSeekV3Bridge.maybe_modify_converted_hf_weight changes tensors in code"},
-    "OLMoE": {"GPTModelProvider has layers of its own (megatron.bridge.models.olmoe.olmoe_provider.olmoe_layer_spec)"},
+    "OLMoE": {
+        "GPTModelProvider uses a custom layer spec (megatron.bridge.models.olmoe.olmoe_provider.olmoe_layer_spec)"
+    },
     "Qwen2-7B-Instruct": set(),
     "Qwen3-8B": set(),
     "Qwen3-30B-A3B": set(),
@@ -225,8 +227,8 @@ REFUSED = {
     "GemmaForCausalLM": "builds the model in code",
     "Gemma2ForCausalLM": "builds the model in code",
     "NemotronForCausalLM": "normalization is 'LayerNorm'",
-    "GptOssForCausalLM": "GPTOSSMLPDownProjMapping is no copy of slices",
-    "NemotronHForCausalLM": "MambaInProjMapping is no copy of slices",
+    "GptOssForCausalLM": "GPTOSSMLPDownProjMapping cannot be expressed as slices",
+    "NemotronHForCausalLM": "MambaInProjMapping cannot be expressed as slices",
     "Mistral3ForConditionalGeneration": "the model has a vision tower",
 }
 

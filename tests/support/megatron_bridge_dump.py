@@ -1,4 +1,4 @@
-"""What the reader of Megatron-Bridge prints for a small model, written by hand, and the wheel that MEGARL_MEGATRON_BRIDGE names."""
+"""A hand-written dump of a small model (megarl/megatron/megatron_bridge/dump.py), and the folder in MEGARL_MEGATRON_BRIDGE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write the table of a model's family from what Megatron-Bridge knows about it."""
+"""Write the table of a model's family from Megatron-Bridge's mappings."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def table_of(hf_config: dict[str, Any], folder: str | None) -> tuple[Translation
 def _untranslated(model: Path, table: FamilyTable, hf_config: dict[str, Any]) -> list[str]:
     """Return a reason for the tensors of a model's folder that no row has; none without weights.
 
-    Layers after the last are those of multi-token prediction, which are exported unchanged.
+    Layers for multi-token prediction follow the last layer and are exported unchanged.
     """
     folder = model if model.is_dir() else model.parent
     names = {tensor.name for file in folder.glob("*.safetensors") for tensor in weights.tensors_of(file)}

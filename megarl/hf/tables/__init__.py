@@ -1,1 +1,1 @@
-"""Tables of model families in files (`model.table`), for model types that megarl has no table of its own for. Pure."""
+"""Tables of model families in files (`model.table`), for model types without a built-in table. Pure."""

@@ -50,7 +50,7 @@ FREE = {
     "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "max_position_embeddings", "rms_norm_eps", "moe_intermediate_size", "num_nextn_predict_layers", "kv_lora_rank", "q_lora_rank",
     "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", *EXPERTS, *CHOSEN, *SHARED, *DENSE_FIRST,
-    # megarl reads these for every family, and refuses what it cannot do.
+    # megarl reads these for every family, and refuses unsupported values.
     "model_type", "tie_word_embeddings", "layer_types", "mlp_layer_types", "max_window_layers", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
     "attention_dropout", "quantization_config", "compression_config", FIELD,
     # No influence on log-probs.
@@ -78,13 +78,13 @@ class FamilyTable:
     """Fields of config.json, with transformers' defaults, that must have these values: all except `FREE`."""
 
     unread: list[str]
-    """Those of `config` that the source did not read: it computes the same model for every value of them."""
+    """Fields of `config` that Megatron-Bridge did not read: its model is the same for every value."""
 
 
 def read_table(value: str) -> dict[str, Any]:
     """Return the table that a value of `model.table` names, checked. `value`: a JSON file, or its text.
 
-    Raises ValueError that names the file and what is wrong.
+    Raises ValueError that names the file and the fault.
     """
     is_text = value.lstrip().startswith("{")
     try:
@@ -92,7 +92,7 @@ def read_table(value: str) -> dict[str, Any]:
         check_table(content)
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{'its text' if is_text else value} is no table of a family: {cause}") from error
+        raise ValueError(f"{'its text' if is_text else value} is not a family table: {cause}") from error
     return dict(content)
 
 
@@ -109,7 +109,7 @@ def check_table(content: Any) -> None:
         raise ValueError(f"it must be an object with {', '.join(names)}, and has {given}")
     for row in content["rows"]:
         if not (isinstance(row, list) and len(row) == 3 and row[0] in KINDS and isinstance(row[2], list)):
-            raise ValueError(f"{row} is no row: it must be [{' | '.join(KINDS)}, parameter, [tensor, ...]]")
+            raise ValueError(f"{row} is not a valid row: it must be [{' | '.join(KINDS)}, parameter, [tensor, ...]]")
     if content["layers"] not in LAYERS:
         raise ValueError(f"layers is {content['layers']!r}, and must be one of {', '.join(LAYERS)}")
     for name, value in content["settings"].items():

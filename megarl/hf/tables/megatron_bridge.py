@@ -69,7 +69,7 @@ _SAME_OF_LATENT = {
     "q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank", "qk_head_dim": "qk_nope_head_dim",
     "qk_pos_emb_head_dim": "qk_rope_head_dim", "v_head_dim": "v_head_dim",
 }  # fmt: skip
-"""Fields that megarl computes from config.json by itself. Both must agree."""
+"""Fields that megarl computes from config.json. Megatron-Bridge's value must equal megarl's."""
 
 _CHECKED = ("hidden_act", "use_sliding_window", "sliding_window")  # by megarl, for every family
 
@@ -101,7 +101,7 @@ class Translation:
 def translate(dump: dict[str, Any], config: Config) -> Translation:
     """Return the table of a model.
 
-    dump: what `megarl.megatron.megatron_bridge.dump` printed for a model whose class it knows. config: its config.json, with
+    dump: the output of `megarl.megatron.megatron_bridge.dump` for a model with a bridge. config: its config.json, with
     transformers' defaults.
     """
     provider, config = dump["provider"], text_fields(config)
@@ -134,7 +134,7 @@ def translate(dump: dict[str, Any], config: Config) -> Translation:
 
 
 def _rows(mappings: list[dict[str, Any]]) -> tuple[list[list[Any]], list[str]]:
-    """Return the rows of the mappings, and the reasons against those that are no rows."""
+    """Return the rows of the mappings, and a reason for each mapping that has no row."""
     rows, reasons = [], []
     for mapping in mappings:
         parameter = mapping["parameter"]
@@ -146,7 +146,7 @@ def _rows(mappings: list[dict[str, Any]]) -> tuple[list[list[Any]], list[str]]:
             kind = "vocabulary"
         tensors = [names[part] for part in _ORDER[kind]] if kind in _ORDER else [names]
         if kind is None or (kind in ("copy", "vocabulary") and not isinstance(names, str)):
-            reasons.append(f"{parameter}: {mapping['type']} is no copy of slices")
+            reasons.append(f"{parameter}: {mapping['type']} cannot be expressed as slices")
         elif mapping["options"]:
             reasons.append(f"{parameter}: {mapping['type']} with {mapping['options']} reorders the tensor")
         elif kind == "copy" and parameter.endswith(_JOINED):
@@ -156,7 +156,7 @@ def _rows(mappings: list[dict[str, Any]]) -> tuple[list[list[Any]], list[str]]:
         else:
             numbered = [_numbered(name) for name in (parameter, *tensors)]
             if len({*map(_numbers, numbered)}) > 1 or any("*" in name for name in numbered):
-                reasons.append(f"{parameter}: its numbers are not those of a layer and an expert")
+                reasons.append(f"{parameter}: its wildcards are not the numbers of a layer and an expert")
             else:
                 rows.append([kind, numbered[0], numbered[1:]])
     return rows, reasons
@@ -177,7 +177,7 @@ def _class_faults(provider: dict[str, Any]) -> Iterator[str]:
         yield f"{provider['type']} builds the model in code ({provider['provide']}.provide)"
     spec = provider["fields"].get("transformer_layer_spec")
     if spec not in _SPECS:
-        yield f"{provider['type']} has layers of its own ({spec})"
+        yield f"{provider['type']} uses a custom layer spec ({spec})"
 
 
 def _field_faults(provider: dict[str, Any], config: Config, latent: bool) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""Read how NVIDIA's Megatron-Bridge maps a model, in a process of its own, for `megarl model table`."""
+"""Read NVIDIA's Megatron-Bridge in a separate process, for `megarl model table`."""

@@ -1,4 +1,4 @@
-"""Print what Megatron-Bridge knows about a model, as JSON: a process of its own, started by `reader.py`.
+"""Print Megatron-Bridge's mappings and provider of models as JSON. `reader.py` starts this module as a separate process.
 
 Standard input: `{"folder": a folder with megatron/bridge or "", "configs": [fields of a config.json, ...]}`. Standard output: a
 list with the result of `dump` for each, in one line. Text that imports print goes to standard error.
@@ -158,7 +158,7 @@ def find_absent(folder: str) -> _AbsentPackages:
 
 
 def dump(finder: _AbsentPackages, config: dict[str, Any]) -> dict[str, Any]:
-    """Return what Megatron-Bridge knows about a model: `version`, `bridges` (names of architectures), `absent` packages, and
+    """Return Megatron-Bridge's entry for a model: `version`, `bridges` (names of architectures), `absent` packages, and
     for an architecture that it knows its `bridge`, `hooks`, `mappings`, `provider` and the `read` fields, or an `error`.
 
     Raises ImportError if Megatron-Bridge cannot be imported.

@@ -1,4 +1,4 @@
-"""Start `dump.py` for a model, and return what Megatron-Bridge knows about it."""
+"""Start `dump.py` for models, and return its output."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def read_bridges(hf_configs: list[dict[str, Any]], folder: str | None) -> list[d
 
 
 def before_transformers_5(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with the names that Megatron-Bridge reads, those of transformers 4.
+    """Return config.json with the field names of transformers 4, which Megatron-Bridge reads.
 
     transformers 5 moved `rope_theta`, `rope_scaling` and `partial_rotary_factor` into `rope_parameters`, and calls the dtype
     `dtype`. Its configuration classes answer to further names of their fields, which are added.

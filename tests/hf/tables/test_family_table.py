@@ -1,4 +1,4 @@
-"""Tables in files: what they may hold, and the config.json that they are for."""
+"""Family tables in files: valid contents, and the config.json that a table applies to."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_a_table_of_another_model(file: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"rows": [["reversed", "a", ["b"]]]}, "is no row"),
-        ({"rows": [["copy", "a", "b"]]}, "is no row"),
+        ({"rows": [["reversed", "a", ["b"]]]}, "is not a valid row"),
+        ({"rows": [["copy", "a", "b"]]}, "is not a valid row"),
         ({"layers": "some"}, "layers is 'some'"),
         ({"settings": {"num_layers": 3}}, r"settings\.num_layers is 3"),
         ({"settings": {"qk_layernorm": "yes"}}, r"settings\.qk_layernorm is 'yes'"),

@@ -53,11 +53,11 @@ PROJ = "decoder.layers.*.self_attention.linear_proj.weight"
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        (mapping("MambaInProjMapping", PROJ, "x.*"), "MambaInProjMapping is no copy of slices"),
-        (mapping("AutoMapping", PROJ, "x.layers.*.y", module="other"), "AutoMapping is no copy of slices"),
+        (mapping("MambaInProjMapping", PROJ, "x.*"), "MambaInProjMapping cannot be expressed as slices"),
+        (mapping("AutoMapping", PROJ, "x.layers.*.y", module="other"), "AutoMapping cannot be expressed as slices"),
         (mapping("AutoMapping", PROJ, "x.layers.*.y", options={"permute_dims": [1, 0]}), "reorders the tensor"),
-        (mapping("AutoMapping", PROJ, "x.*.y"), "its numbers are not those of a layer and an expert"),
-        (mapping("AutoMapping", PROJ, "x.weight"), "its numbers are not those of a layer and an expert"),
+        (mapping("AutoMapping", PROJ, "x.*.y"), "its wildcards are not the numbers of a layer and an expert"),
+        (mapping("AutoMapping", PROJ, "x.weight"), "its wildcards are not the numbers of a layer and an expert"),
         (
             mapping("AutoMapping", "decoder.layers.*.mlp.linear_fc1.weight", "model.layers.*.mlp.fc1"),
             "stores projections as one tensor",
@@ -84,7 +84,7 @@ def test_a_mapping_that_is_no_row(changed: dict[str, Any], reason: str) -> None:
         ("ffn_hidden_size", 97, "ffn_hidden_size is 97, and megarl reads 96"),
         ("vocab_size", 257, "vocab_size is 257, and megarl reads 256"),
         ("moe_router_num_groups", 8, "moe_router_num_groups is 8"),
-        ("transformer_layer_spec", "other.layers", "has layers of its own (other.layers)"),
+        ("transformer_layer_spec", "other.layers", "uses a custom layer spec (other.layers)"),
         ("new_field", 1, "new_field is 1, which megarl's tables do not have"),
     ],
 )
