@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 
+from megarl.commands.rehearse.tiny_copy import make_tiny_copy
 from megarl.errors import RecipeError
 from megarl.hf.families import family_of, find_family
 from megarl.hf.families.check import model_faults
 from megarl.hf.shape import model_shape
-from megarl.hf.tables.family_table import FIELD, read_table, table_notice, to_json, with_table
+from megarl.hf.tables.family_table import FIELD, read_table, table_notice, table_text, to_json, with_table
 from megarl.hf.tables.megatron_bridge import translate
+from megarl.preflight.findings import Available
 from megarl.preflight.load import load_recipe
+from megarl.preflight.survey import survey
 from megarl.recipe.derived.critic_view import critic_view
 from tests.support.megatron_bridge_dump import CONFIG, dense_dump
 
@@ -112,3 +115,19 @@ def test_the_notice_names_fields_that_nothing_reads(file: Path) -> None:
     notice = table_notice(read_table(str(file)))
     assert "from Megatron-Bridge 9.9 (NewestBridge)" in notice and "neither reads logit_scale=2.0" in notice
     assert "python -m benchmarks.numerics.family_table" in notice
+
+
+def test_a_recipe_with_a_table_is_checked_and_rehearsed(file: Path, tmp_path: Path) -> None:
+    """The survey reads config.json with the table, and says so; the tiny copy keeps both."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    settings = [f"model.path={model}", f"model.table={file}"]
+    recipe = Path("recipes/quickstart_sft.yaml")
+    result = survey(load_recipe(recipe, settings), Available(recipe_file=recipe))
+    assert not any("'newest' model" in str(error) for error in result.errors), result.errors
+    assert [text for text in result.texts("notice") if "(NewestBridge)" in text]
+    copied = make_tiny_copy(recipe, settings, tmp_path / "copy", processes=1)
+    assert copied.recipe.model.table == table_text(str(file)) and copied.model[FIELD]["model_type"] == "newest"
+    with pytest.raises(ValueError, match="holds a 'newest' model"):
+        make_tiny_copy(recipe, settings[:1], tmp_path / "without", processes=1)
