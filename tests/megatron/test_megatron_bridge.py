@@ -174,7 +174,8 @@ BOTH = {
 OTHER_SETTINGS: dict[str, dict[str, tuple[Any, Any]]] = {
     "DeepSeek-V3": {"moe_router_num_groups": (4, None), "moe_router_group_topk": (2, None)},  # refused, above
     "GLM-4.5": {"moe_router_pre_softmax": (True, None)},  # without effect on sigmoid scores
-    "OLMoE": {"qk_layernorm": (None, True)},  # its norms span all heads: refused, above; megarl has `wide_norms`
+    # Its norms span all heads: refused, above; megarl has `wide_norms`, and sets the router's dtype by `model.dtype`.
+    "OLMoE": {"qk_layernorm": (None, True), "moe_router_dtype": (None, "fp32")},
     "Qwen3-30B-A3B": {"moe_router_pre_softmax": (False, None)},  # Megatron's default
 }
 """Fields of TransformerConfig with other values: megarl's and the table's."""
