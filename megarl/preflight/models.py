@@ -87,9 +87,9 @@ def config_of(path: str, recipe: Path, key: str = POLICY, name: str | None = Non
         raise RecipeError(key, str(error), "name a published model", value=path) from error
 
 
-def policy_config_of(recipe: Recipe, file: Path, name: str | None = None) -> Config:
+def policy_config_of(model: ModelConfig, file: Path, name: str | None = None) -> Config:
     """Return config.json of the policy as `config_of` does, with the table of `model.table` in it. Raises RecipeError."""
-    return with_family_table(config_of(recipe.model.path, file, name=name), recipe.model)
+    return with_family_table(config_of(model.path, file, name=name), model)
 
 
 def with_family_table(config: Config, model: ModelConfig) -> Config:

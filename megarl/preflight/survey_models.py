@@ -65,7 +65,7 @@ def check_models(survey: Survey) -> None:
 def _config_of(survey: Survey, key: str, directory: str) -> Config:
     file = survey.available.recipe_file
     if key == POLICY and file is not None:
-        return policy_config_of(survey.recipe, file, survey.available.shape)
+        return policy_config_of(survey.recipe.model, file, survey.available.shape)
     if key == POLICY:
         return with_family_table(read_hf_config(directory, key), survey.recipe.model)
     return read_hf_config(directory, key) if file is None else config_of(directory, file, key)

@@ -37,7 +37,7 @@ def show_weight_sync(
         raise InputError(f"{path}: train.source is {recipe.train.source}, which has no engines, so no weights are sent")
     require(checked(recipe, path, model), strict=False)
     with as_input_error():
-        config = policy_config_of(recipe, path, model)
+        config = policy_config_of(recipe.model, path, model)
         machine = hardware_of(path)
         each = per_node or (machine[2] if machine is not None else None)
         start = time.perf_counter()

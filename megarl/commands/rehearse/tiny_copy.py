@@ -55,7 +55,7 @@ def make_tiny_copy(
     """
     recipe = with_cached_inputs(load_recipe(path, overrides))
     changes = Changes()
-    hf_config = policy_config_of(recipe, path, shape)
+    hf_config = policy_config_of(recipe.model, path, shape)
     raise_all(policy_errors(recipe, hf_config))  # before shrinking, which hides many errors
     small = shrink_settings(recipe, processes, changes)
     check_cpu_engine(small, hf_config, _NO_ENGINE)

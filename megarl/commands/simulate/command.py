@@ -142,7 +142,7 @@ def _check(recipe: Recipe) -> None:
 
 def _models(recipe: Recipe, path: Path, model: str | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the config.json of policy and teacher by section, and notes."""
-    models, notes = {"rollout": policy_config_of(recipe, path, model)}, []
+    models, notes = {"rollout": policy_config_of(recipe.model, path, model)}, []
     if recipe.reward.uses_judge:
         notes.append(
             "The devices of the judge's engines are not among the simulated devices, and its verdicts take no time."

@@ -145,7 +145,7 @@ def subject_of(
 def load_for_search(path: Path, settings: Sequence[str], model: str | None, device: Device) -> tuple[Recipe, Recipe]:
     """Return the recipe, even if its layout would be refused, and the recipe with a valid layout, to check the rest."""
     recipe = load_recipe(path, settings, check=False)
-    other = with_first_layout(recipe, policy_config_of(recipe, path, model), device)
+    other = with_first_layout(recipe, policy_config_of(recipe.model, path, model), device)
     load_recipe(path, [*settings, *overrides(recipe, other)])  # raises for every other fault
     return recipe, other
 

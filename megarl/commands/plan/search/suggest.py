@@ -210,7 +210,7 @@ def with_suggestions(path: Path, settings: Sequence[str], model: str | None, dev
 def _instead(path: Path, settings: Sequence[str], model: str | None, device: Device) -> list[str]:
     try:
         recipe = load_recipe(path, settings, check=False)
-        config = policy_config_of(recipe, path, model)
+        config = policy_config_of(recipe.model, path, model)
         to_blame = refusal(recipe, config) and not refusal(with_first_layout(recipe, config, device), config)
         return uncounted_layouts(subject_of(recipe, {"rollout": config}, device)) if to_blame else []
     except ValueError:
