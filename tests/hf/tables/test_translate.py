@@ -116,6 +116,7 @@ def test_which_layers_are_mixtures() -> None:
 
     assert layers_of(1) == layers_of([1, 1]) == ("always", False)
     assert layers_of([0, 1], first_k_dense_replace=1) == ("after_the_first", False)
+    assert layers_of(1, first_k_dense_replace=0) == ("after_the_first", False)  # another size may have dense layers
     assert layers_of([1, 0])[1] and layers_of(2)[1]
 
 
