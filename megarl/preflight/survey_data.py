@@ -16,6 +16,7 @@ from megarl.data.rows import Row, sample_rows
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import pluralize
+from megarl.hf.tables.family_table import FIELD, table_notice
 from megarl.preflight.data import Prepared, check_rewards, file_errors, prepare_rewards, read_data
 from megarl.preflight.engines_and_devices import route_notices
 from megarl.preflight.findings import Survey
@@ -47,6 +48,8 @@ def check_data(survey: Survey) -> None:
         if training and uses_critic(recipe.algorithm):
             prepared.critic_model = survey.configs[CRITIC if recipe.critic.model_path else POLICY]
             prepared.critic_flops = model_flops(prepared.critic_model)
+        if FIELD in survey.configs[POLICY]:
+            prepared.notices.append(table_notice(survey.configs[POLICY][FIELD]))
         survey.prepared = prepared
 
 

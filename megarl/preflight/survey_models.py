@@ -75,7 +75,7 @@ def _check_settings_against(survey: Survey) -> None:
     """Check settings against each config.json: layout, adapters, context length, parallel sizes of engines."""
     recipe, policy = survey.recipe, survey.configs.get(POLICY)
     if policy is not None:
-        if FIELD in policy:
+        if FIELD in policy and survey.is_partial:  # otherwise `check_data` adds it to the notices of the run
             survey.notice(table_notice(policy[FIELD]))
         if not survey.available.training:
             survey.add(sampled_errors(recipe, policy), POLICY)

@@ -19,7 +19,7 @@ from megarl.hf.tables.family_table import FIELD, read_table, table_notice, table
 from megarl.hf.tables.megatron_bridge import translate
 from megarl.preflight.findings import Available
 from megarl.preflight.load import load_recipe
-from megarl.preflight.survey import survey
+from megarl.preflight.survey import prepare_training, survey
 from megarl.recipe.derived.critic_view import critic_view
 from tests.support.megatron_bridge_dump import CONFIG, dense_dump
 
@@ -129,5 +129,6 @@ def test_a_recipe_with_a_table_is_checked_and_rehearsed(file: Path, tmp_path: Pa
     assert [text for text in result.texts("notice") if "(NewestBridge)" in text]
     copied = make_tiny_copy(recipe, settings, tmp_path / "copy", processes=1)
     assert copied.recipe.model.table == table_text(str(file)) and copied.model[FIELD]["model_type"] == "newest"
+    assert [text for text in prepare_training(copied.recipe).notices if "(NewestBridge)" in text]
     with pytest.raises(ValueError, match="holds a 'newest' model"):
         make_tiny_copy(recipe, [settings[0], settings[2]], tmp_path / "without", processes=1)
