@@ -217,7 +217,7 @@ def test_a_group_that_fails_while_others_move_ends_the_run() -> None:
 
     leaving.call = call  # type: ignore[method-assign]
     source.moves.move(0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(CallFailed, match="ZeroDivisionError: group 2: scorer"):
         source.take(4)
 
 

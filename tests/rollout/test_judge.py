@@ -259,19 +259,24 @@ class TestServer:
 CONVERSATION = InlineData(["the policy's response"])
 
 
-class Later:
+class Later(CollectedService):
     """A service that answers when the test sets the result."""
 
     def __init__(self, name: str):
         self.name, self.calls = name, list[tuple[str, tuple[Any, ...], Future[Any]]]()
+        super().__init__()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         if method == "collect_responses":
             answer: Future[Any] = Future()
             answer.set_result((None, CONVERSATION))
             return answer
-        self.calls.append((method, args, Future()))
-        return self.calls[-1][2]
+        call: Future[Any] = Future()
+        self.calls.append((method, args, call))
+        for request in args[0] if method == "submit" else []:
+            self.calls.append(("collect", (request.group,), Future()))
+            self.promise(request.group, self.calls[-1][2])
+        return call
 
     call_with_data = call
 

@@ -65,7 +65,7 @@ def server(engine: BusyEngine, quickstart_data: Path, monkeypatch: pytest.Monkey
 
 
 def test_requests_of_a_dead_controller_end(engine: BusyEngine, server: KeptRolloutServer) -> None:
-    """One group is sampled and not collected, one runs and is waited for, one is waited for before it is requested."""
+    """One group is sampled and not collected, another is collected, and a call waits for the ones that run."""
     wave = requests(with_greedy=False)
 
     async def live() -> None:
