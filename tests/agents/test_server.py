@@ -19,6 +19,7 @@ import pytest
 
 from megarl.agents.setup import AgentSetup
 from megarl.cluster import outages
+from megarl.cluster.failures import CallFailed
 from megarl.cluster.process import free_port
 from megarl.engines.base import EngineDead
 from megarl.engines.tape import requests_event
@@ -31,6 +32,7 @@ from megarl.rollout import server as module
 from megarl.rollout.server import RolloutServer
 from megarl.types import Completion, GenerationRequest, Group, Prompt, SampleTokens, Sampling
 from tests.support.agent_task import write_verls_tool
+from tests.support.collecting import CollectedGroups
 
 ASK = '<tool_call>{"name": "look-up", "arguments": {"key": "b"}}</tool_call>'
 SETUP = AgentSetup(

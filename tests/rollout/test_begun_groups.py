@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megarl.checkpoint.controller_state import load_state, write_state
+from megarl.cluster.failures import CallFailed
 from megarl.recipe.schema import Recipe
 from megarl.rollout.begun_groups import cannot_continue_groups, copy_in_time
 from megarl.rollout.engine_handle import EngineHandle

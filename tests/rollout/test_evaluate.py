@@ -14,6 +14,7 @@ from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.evaluate import accuracy_metrics, evaluate, majority_is_correct, pass_at_k
 from megarl.rollout.requests import Requests
 from megarl.types import GenerationRequest, Group, InlineData, Prompt, Sample, SampleFailure
+from tests.support.collecting import CollectedService
 
 
 def test_pass_at_k_by_hand() -> None:

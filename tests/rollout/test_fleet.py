@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 

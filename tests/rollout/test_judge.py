@@ -39,6 +39,7 @@ from megarl.types import (
     Sampling,
     derived_seed,
 )
+from tests.support.collecting import CollectedService
 from tests.support.fixed_engines import Fixed, Process
 
 ROW = Prompt("row/7", (1, 2), "<user>2 + 2?", "test", "4", {"level": 3}, question="2 + 2?")

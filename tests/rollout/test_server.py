@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megarl.cluster.failures import CallFailed
 from megarl.data.images import ImageReader
 from megarl.engines.backed import BackedEngine
 from megarl.engines.base import EngineDead, EngineRefused, EngineSpec
@@ -27,6 +28,7 @@ from megarl.rewards.weighted import Term
 from megarl.rollout import server as module
 from megarl.rollout.server import RolloutServer
 from megarl.types import Completion, GenerationRequest, Group, Prompt, PromptImage, PromptVideo, SampleTokens, Sampling
+from tests.support.collecting import CollectedGroups
 from tests.support.counting_engine import CountingBackend
 from tests.support.counting_engine import request as sized
 from tests.support.vl_model import PATCH_VALUES, write_processor, write_video_processor, write_vl_model

@@ -83,5 +83,11 @@ def test_no_other_file_calls_by_name() -> None:
                 named = (
                     bool(node.args) and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str)
                 )
-                transport = node.func.attr in ("call", "call_with_data", "call_with_parts", "scatter", "scatter_with_data")
+                transport = node.func.attr in (
+                    "call",
+                    "call_with_data",
+                    "call_with_parts",
+                    "scatter",
+                    "scatter_with_data",
+                )
                 assert not (transport and named), f"{path}:{node.lineno}: {ast.unparse(node)}"

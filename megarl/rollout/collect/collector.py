@@ -34,6 +34,7 @@ class GroupCollector:
         self.service, self._start_call = service, call
         self._lock = threading.Lock()
         self._waiting: dict[int, deque[Future[Collected]]] = {}  # by group; the results of a group arrive in order
+        self._early: dict[int, deque[Future[Collected]]] = {}  # of groups that arrived before `collect`
         self._is_calling = False
         self._most = 1
 
@@ -42,6 +43,8 @@ class GroupCollector:
         process has died."""
         result: Future[Collected] = Future()
         with self._lock:
+            if group in self._early:
+                return _pop(self._early, group)
             self._waiting.setdefault(group, deque()).append(result)
             is_first, self._is_calling = not self._is_calling, True
         if is_first:
@@ -79,11 +82,11 @@ class GroupCollector:
 
     def _take(self, number: int) -> Future[Collected]:
         with self._lock:
-            results = self._waiting[number]
-            result = results.popleft()
-            if not results:
-                del self._waiting[number]
-        return result
+            if number in self._waiting:
+                return _pop(self._waiting, number)
+            result: Future[Collected] = Future()
+            self._early.setdefault(number, deque()).append(result)
+            return result
 
     def _error(self, number: int, error: Raised) -> CallFailed:
         """Return the error of a group. It names the group, unless the whole engine has failed."""
@@ -98,3 +101,10 @@ class GroupCollector:
         for results in waiting.values():
             for result in results:
                 result.set_exception(error)
+
+
+def _pop(results: dict[int, deque[Future[Collected]]], number: int) -> Future[Collected]:
+    result = results[number].popleft()
+    if not results[number]:
+        del results[number]
+    return result
