@@ -240,7 +240,7 @@ def test_tools_of_aborted_samples_are_released(serve: Callable[..., RolloutServe
         return TWICE
 
     setup, request = with_state(tmp_path)
-    with pytest.raises(EngineDead, match="no memory"):
+    with pytest.raises(CallFailed, match="EngineDead: no memory"):
         run(serve(Engine(policy), setup), [request])
     assert events(tmp_path, "create") and events(tmp_path, "create") == events(tmp_path, "release")
 
