@@ -158,12 +158,14 @@ def test_a_new_process_has_a_collector_of_its_own() -> None:
     before = handle.collect(1)
     handle.service = new
     after = handle.collect(1)
-    new.promise(1, answered := Future())
-    answered.set_result((group(1), InlineData([])))
+    answer: Future[Any] = Future()
+    new.promise(1, answer)
+    answer.set_result((group(1), InlineData([])))
     assert after.done() and not before.done()
     died = ServiceDied(Failure.death(PLACE, "killed"))
-    old.promise(1, answered := Future())
-    answered.set_exception(died)
+    end: Future[Any] = Future()
+    old.promise(1, end)
+    end.set_exception(died)
     assert before.exception(0) is died
 
 
@@ -173,7 +175,12 @@ def test_groups_arrive_once_from_threads_that_collect_and_reply() -> None:
     arrived: list[int] = []
     service: Any = SimpleNamespace(known_place=PLACE)
     calls: list[tuple[int, Future[Any]]] = []
-    collector = GroupCollector(service, lambda most: calls.append((most, call := Future())) or call)  # type: ignore[func-returns-value]
+
+    def start(most: int) -> Future[Any]:
+        calls.append((most, Future()))
+        return calls[-1][1]
+
+    collector = GroupCollector(service, start)
 
     def submit(first: int) -> None:
         for number in range(first, first + 300):

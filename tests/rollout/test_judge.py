@@ -382,7 +382,7 @@ class TestService:
 
     def test_without_a_judge_services_are_unchanged(self) -> None:
         services = [Later("engine0")]
-        assert with_judge(recipe().judge, recipe(gsm8k=1.0).reward, services, None) == services  # type: ignore[arg-type, comparison-overlap]
+        assert with_judge(recipe().judge, recipe(gsm8k=1.0).reward, services, None) == services  # type: ignore[arg-type]
 
     def test_other_calls_pass_and_prompts_are_dropped(self) -> None:
         """Prompts are dropped with their groups; otherwise a long run would keep all rows."""
