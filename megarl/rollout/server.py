@@ -101,7 +101,7 @@ class RolloutServer:
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
         """Sample `requests`, all at once and in their order; return when all are sampled. The caller must collect each
-        group, also after an error."""
+        group, even after an error."""
         unsettled = {request.group: request for request in requests}
         self._unsettled.append(unsettled)
         try:
@@ -303,7 +303,7 @@ class RolloutServer:
         self.calls.shutdown(wait=False)
 
     def _settle(self, request: GenerationRequest, sampled: Awaitable[list[Trajectory]]) -> None:
-        """Start a task that awaits the samples of a group (a greedy sample is last), scores them and adds the group to the finished ones."""
+        """Start a task that awaits the samples of a group (a greedy sample is last), scores them and finishes the group."""
 
         async def settle() -> None:
             try:
