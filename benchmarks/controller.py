@@ -16,6 +16,7 @@ import random
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
@@ -37,20 +38,32 @@ class Prompts(list[Prompt]):
 
 
 class Engine:
-    """Keeps groups until the benchmark answers them."""
+    """Keeps groups until the benchmark answers them: all groups that it answers at a time share replies."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.running: dict[int, Future[Any]] = {}
+        self.running: set[int] = set()
+        self._answered: deque[Group] = deque()
+        self._call: tuple[int, Future[Any]] | None = None
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         done: Future[Any] = Future()
         done.set_result(None)
+        if method == "submit":
+            self.running |= {request.group for request in arguments[0]}
         return done
 
-    def call_with_data(self, method: str, number: int) -> Future[Any]:
-        self.running[number] = Future()
-        return self.running[number]
+    def call_with_parts(self, method: str, parts: int) -> Future[Any]:
+        self._call = parts, Future()
+        return self._call[1]
+
+    def answer(self, groups: Sequence[Group]) -> None:
+        self.running -= {group.number for group in groups}
+        self._answered.extend(groups)
+        while self._answered and self._call is not None:
+            (parts, call), self._call = self._call, None
+            taken = [self._answered.popleft() for _ in range(min(parts, len(self._answered)))]
+            call.set_result(([(group.number, group) for group in taken], [InlineData([])] * len(taken)))
 
 
 def group(number: int, version: int, size: int) -> Group:
@@ -82,9 +95,11 @@ def seconds_per_group(prompts: int, engines: int, samples: int, steps: int, seed
         while not source.admission.closed and taking.is_alive():
             running = [(number, service) for service in services for number in service.running]
             order.shuffle(running)
+            by_engine: dict[str, tuple[Engine, list[Group]]] = {}
             for number, service in running[: max(1, len(running) // 8)]:
-                answer = (group(number, version, samples), InlineData([]))
-                timed(functools.partial(service.running.pop(number).set_result, answer))
+                by_engine.setdefault(service.name, (service, []))[1].append(group(number, version, samples))
+            for service, groups in by_engine.values():
+                timed(functools.partial(service.answer, groups))
         taking.join()
     return sum(spent) / (steps * prompts)
 

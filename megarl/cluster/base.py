@@ -105,6 +105,12 @@ class Service(Protocol):
         """
         ...
 
+    def call_with_parts(self, method: str, parts: int) -> Future[Any]:
+        """Call ``method(parts)``, which returns ``(control, vectors)``: at most `parts` lists of SampleTokens. The future's result
+        is ``(control, list[DataRef])``, with one DataRef per list.
+        """
+        ...
+
     def failure(self) -> Failure | None:
         """Return how the process ended or failed to start; None while it is alive."""
         ...

@@ -7,6 +7,7 @@ A handle passes the server's method itself, not its name: mypy compares the argu
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -18,6 +19,7 @@ from megarl.cluster.failures import ClusterError, ServiceDied
 from megarl.cluster.outages import Outage
 from megarl.engines.base import EngineDead, GroupRank
 from megarl.platform.load import MachineLoad
+from megarl.rollout.collect.collector import GroupCollector
 from megarl.rollout.judge.server import Judgement, JudgeServer
 from megarl.rollout.server import RolloutServer
 from megarl.rollout.teacher.server import TeacherServer
@@ -75,9 +77,21 @@ class ServiceHandle:
         assert not kwargs, "calls to processes have positional arguments only"
         return self.service.call_with_data(method.__name__, *args)
 
+    def _call_with_parts(
+        self, method: Callable[[Any, int], Awaitable[tuple[R, Any]]], parts: int
+    ) -> Future[tuple[R, list[DataRef]]]:
+        """Start a call of `method` with `parts`. The lists of vectors in its second result stay in the process: see
+        `Service.call_with_parts`."""
+        return self.service.call_with_parts(method.__name__, parts)
+
 
 class EngineHandle(ServiceHandle):
-    """An engine of the policy (`RolloutServer`): it samples, scores and receives weights."""
+    """An engine of the policy (`RolloutServer`): it samples, scores and receives weights. It has the only handle that collects."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._collector: GroupCollector | None = None  # of the present process
+        self._collector_lock = threading.Lock()
 
     def open_rendezvous(self) -> Future[GroupRank]:
         """Open the rendezvous of the engine's group on its machine."""
@@ -93,7 +107,14 @@ class EngineHandle(ServiceHandle):
         return self._call(RolloutServer.submit, requests)
 
     def collect(self, group: int) -> Future[tuple[Group, DataRef]]:
-        return self._call_with_data(RolloutServer.collect, group)
+        with self._collector_lock:
+            if self._collector is None or self._collector.service is not self.service:
+                process = EngineHandle(self.service)  # this handle may get another one
+                self._collector = GroupCollector(
+                    self.service, lambda most: process._call_with_parts(RolloutServer.collect, most)
+                )
+            collector = self._collector
+        return collector.collect(group)
 
     def hand_over(self, groups: list[int]) -> Future[dict[int, tuple[Partial, ...]]]:
         return self._call(RolloutServer.hand_over, groups)

@@ -32,14 +32,12 @@ from megarl.rewards.scoring import Outcome, Scoring
 from megarl.rewards.settings import ScorerSettings
 from megarl.rewards.weighted import terms_of
 from megarl.rollout.assemble import control_data, outcomes_of, policy_turns, vectors
+from megarl.rollout.collect.finished import FinishedGroup, FinishedGroups, Scored
 from megarl.types import Completion, GenerationRequest, Group, Partial, SampleFailure, SampleTokens
 from megarl.weight_sync.session import Session, UpdateReport
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-Scored = tuple[Group, list[SampleTokens]]
-"""Control data of a group, and the token vectors of its samples."""
 
 
 class RolloutServer:
@@ -79,7 +77,7 @@ class RolloutServer:
         # `generate` blocks a thread; under continuous admission, many calls run at the same time. Other calls to the engine
         # have separate threads: an update must not wait for a thread of `generate`.
         self.calls = ThreadPoolExecutor(max_workers=_generate_threads(spec), thread_name_prefix="generate")
-        self._results: dict[int, asyncio.Future[Scored]] = {}
+        self._finished = FinishedGroups()
         self._unsettled: list[
             dict[int, GenerationRequest]
         ] = []  # of each `submit` call: groups that are not sampled yet
@@ -103,7 +101,7 @@ class RolloutServer:
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
         """Sample `requests`, all at once and in their order; return when all are sampled. The caller must collect each
-        group."""
+        group, even after an error."""
         unsettled = {request.group: request for request in requests}
         self._unsettled.append(unsettled)
         try:
@@ -118,7 +116,7 @@ class RolloutServer:
                 await self._run_loops(self.agent_loop, unsettled)
         except BaseException as error:
             for group in unsettled:
-                self._result(group).set_exception(error)
+                self._finished.fail(group, error)
             unsettled.clear()
             raise
         finally:
@@ -192,27 +190,24 @@ class RolloutServer:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self.calls, self.engine.generate, requests, on_finished)
 
-    async def collect(self, group: int) -> Scored:
-        """Wait for a submitted group; returns its control data and the token vectors of its samples.
+    async def collect(self, most: int) -> tuple[list[FinishedGroup], list[list[SampleTokens]]]:
+        """Wait for a submitted group that has finished; returns up to `most` of them, and the vectors of the scored ones.
 
-        Raises the error of `submit` if that ends before the group is sampled.
+        A group has the error of `submit` if that ends before the group is sampled.
         """
-        try:
-            return await self._result(group)
-        finally:
-            del self._results[group]
+        return await self._finished.take(most)
 
     async def hand_over(self, groups: list[int]) -> dict[int, tuple[Partial, ...]]:
         """End the sampling of `groups`; returns their samples so far, for requests to another engine.
 
-        `collect` raises for these groups. Groups that are already sampled, and scored now, are not returned: collect them.
+        `collect` returns an error for these groups. Groups that are already sampled, and scored now, are not returned: collect them.
         """
         self._check_one_turn()
         handed = await asyncio.to_thread(self.engine.hand_over, groups)
         for request in handed:
             for unsettled in self._unsettled:
                 unsettled.pop(request.group, None)
-            self._result(request.group).set_exception(EngineRefused(f"group {request.group} was handed over"))
+            self._finished.fail(request.group, EngineRefused("it was handed over"))
         return {request.group: request.partials for request in handed}
 
     async def copy_partials(self, number: int) -> dict[int, tuple[Partial, ...]]:
@@ -247,12 +242,6 @@ class RolloutServer:
     async def _in_texts(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         call = functools.partial(function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self.texts, call)
-
-    def _result(self, group: int) -> asyncio.Future[Scored]:
-        """Return the future of a group's result. `collect` may arrive before `submit`, so the first call creates it."""
-        if group not in self._results:
-            self._results[group] = asyncio.get_running_loop().create_future()
-        return self._results[group]
 
     async def connect_weight_sync(self, session: Session) -> str | None:
         """Join a weight sync session; returns the reason if the engine cannot join a sharded session."""
@@ -314,7 +303,7 @@ class RolloutServer:
         self.calls.shutdown(wait=False)
 
     def _settle(self, request: GenerationRequest, sampled: Awaitable[list[Trajectory]]) -> None:
-        """Start a task that awaits the samples of a group (a greedy sample is last), scores them and sets its result."""
+        """Start a task that awaits the samples of a group (a greedy sample is last), scores them and finishes the group."""
 
         async def settle() -> None:
             try:
@@ -322,9 +311,9 @@ class RolloutServer:
                 begin = time.monotonic()
                 group, tokens = await self._scored(request, trajectories)
                 group.scoring_seconds = time.monotonic() - begin
-                self._result(request.group).set_result((group, tokens))
-            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- `collect` raises it
-                self._result(request.group).set_exception(error)
+                self._finished.add(request.group, (group, tokens))
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- `collect` returns it
+                self._finished.fail(request.group, error)
 
         task = asyncio.get_running_loop().create_task(settle())
         self._settling.add(task)

@@ -19,6 +19,7 @@ import pytest
 
 from megarl.agents.setup import AgentSetup
 from megarl.cluster import outages
+from megarl.cluster.failures import CallFailed
 from megarl.cluster.process import free_port
 from megarl.engines.base import EngineDead
 from megarl.engines.tape import requests_event
@@ -31,6 +32,7 @@ from megarl.rollout import server as module
 from megarl.rollout.server import RolloutServer
 from megarl.types import Completion, GenerationRequest, Group, Prompt, SampleTokens, Sampling
 from tests.support.agent_task import write_verls_tool
+from tests.support.collecting import CollectedGroups
 
 ASK = '<tool_call>{"name": "look-up", "arguments": {"key": "b"}}</tool_call>'
 SETUP = AgentSetup(
@@ -97,7 +99,8 @@ def run(server: RolloutServer, requests: list[GenerationRequest]) -> list[tuple[
         await server.start()
         try:
             submitted = asyncio.ensure_future(server.submit(requests))
-            groups = await asyncio.gather(*(server.collect(item.group) for item in requests))
+            finished = CollectedGroups(server)
+            groups = await asyncio.gather(*(finished.collect(item.group) for item in requests))
             await submitted
             return groups
         finally:
@@ -152,11 +155,9 @@ def test_a_slow_tool_does_not_delay_other_groups(serve: Callable[..., RolloutSer
         try:
             finished: list[int] = []
 
-            async def collect(group: int) -> None:
-                await server.collect(group)
-                finished.append(group)
-
-            await asyncio.gather(server.submit([request(1), request(2), request(3)]), *map(collect, (1, 2, 3)))
+            await server.submit([request(1), request(2), request(3)])
+            while len(finished) < 3:
+                finished += [number for number, _ in (await server.collect(3))[0]]
             return finished
         finally:
             await server.shutdown()
@@ -185,13 +186,15 @@ def test_an_engine_death_in_a_later_turn_fails_all_groups_of_the_message(serve: 
         await server.start()
         try:
             submitted = server.submit([request(1), request(2)])
-            return await asyncio.gather(submitted, server.collect(1), server.collect(2), return_exceptions=True)
+            collected = map(CollectedGroups(server).collect, (1, 2))
+            return await asyncio.gather(submitted, *collected, return_exceptions=True)
         finally:
             await server.shutdown()
 
     outcomes = asyncio.run(submit())
     assert isinstance(outcomes[0], EngineDead)
-    assert all(isinstance(outcome, (EngineDead, asyncio.CancelledError)) for outcome in outcomes)
+    causes = [outcome.failure.cause for outcome in outcomes[1:] if isinstance(outcome, CallFailed)]
+    assert len(causes) == 2 and all(cause.startswith(("EngineDead:", "CancelledError:")) for cause in causes)
 
 
 # ---- tools with state
@@ -237,7 +240,7 @@ def test_tools_of_aborted_samples_are_released(serve: Callable[..., RolloutServe
         return TWICE
 
     setup, request = with_state(tmp_path)
-    with pytest.raises(EngineDead, match="no memory"):
+    with pytest.raises(CallFailed, match="EngineDead: no memory"):
         run(serve(Engine(policy), setup), [request])
     assert events(tmp_path, "create") and events(tmp_path, "create") == events(tmp_path, "release")
 
@@ -254,7 +257,8 @@ async def run_through(
 ) -> list[Group]:
     """Run `requests` with the server, and `meanwhile`."""
     submitted = asyncio.ensure_future(server.submit(requests))
-    groups = asyncio.gather(*(server.collect(item.group) for item in requests))
+    finished = CollectedGroups(server)
+    groups = asyncio.gather(*(finished.collect(item.group) for item in requests))
     await meanwhile
     await submitted
     return [group for group, _ in await groups]

@@ -49,6 +49,15 @@ def test_token_data_is_returned_as_a_reference(start):
     assert [sample.tokens.tolist() for sample in data.get()] == [[0, 1, 2, 3], [1, 2, 3, 4]]
 
 
+def test_parts_are_returned_as_separate_references(start):
+    engine = start()
+    control, data = engine.call_with_parts("several", 4).result(timeout=30)
+    assert control == [2, 2, 2]
+    assert [[len(sample.tokens) for sample in each.get()] for each in data] == [[1, 1], [2, 2], [3, 3]]
+    with pytest.raises(CallFailed, match="KeyError: 'no 2 parts'"):
+        engine.call_with_parts("fail_parts", 2).result(timeout=30)
+
+
 def test_a_call_that_raises_leaves_the_service_alive(start):
     engine = start()
     with pytest.raises(CallFailed, match=r"service engine0 on .* failed: KeyError: 'no such prompt'") as caught:

@@ -147,6 +147,14 @@ def test_a_service_runs_many_calls_concurrently(connect, one_ray, tmp_path):
     with pytest.raises(CallFailed, match="KeyError"):
         engine.call_with_data("fail").result()
 
+    # Parts have separate references; places without a part have none.
+    control, data = engine.call_with_parts("several", 4).result()
+    assert control == [2, 2, 2] and len({each.ref for each in data}) == 3
+    assert [[len(sample.tokens) for sample in each.get()] for each in data] == [[1, 1], [2, 2], [3, 3]]
+    assert group.call("fetch", data[2], 1) == [[1, 2, 3]]
+    with pytest.raises(CallFailed, match="no 2 parts"):
+        engine.call_with_parts("fail_parts", 2).result()
+
     _, child = engine.call("child_pid").result()
     engine.stop()
     assert "closed in order" in (tmp_path / "engine0.log").read_text()

@@ -130,12 +130,12 @@ class LocalService:
     def call(self, method: str, *arguments: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(getattr(self.server, method)(*arguments), self.loop)
 
-    def call_with_data(self, method: str, *arguments: Any) -> Any:
-        async def with_data() -> Any:
-            result, vectors = await getattr(self.server, method)(*arguments)
-            return result, InlineData(vectors)
+    def call_with_parts(self, method: str, parts: int) -> Any:
+        async def with_parts() -> Any:
+            control, vectors = await getattr(self.server, method)(parts)
+            return control, [InlineData(each) for each in vectors]
 
-        return asyncio.run_coroutine_threadsafe(with_data(), self.loop)
+        return asyncio.run_coroutine_threadsafe(with_parts(), self.loop)
 
 
 @pytest.fixture

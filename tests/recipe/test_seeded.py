@@ -79,7 +79,7 @@ def test_requests_have_seeds_if_the_recipe_sets_them(seeded: bool) -> None:
             submitted.extend(requests)
             return SimpleNamespace(add_done_callback=lambda _: None)
 
-        def call_with_data(self, *_: Any) -> Any:
+        def call_with_parts(self, *_: Any) -> Any:
             return SimpleNamespace(add_done_callback=lambda _: None)
 
     class Prompts(list[Prompt]):

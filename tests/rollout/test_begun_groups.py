@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megarl.checkpoint.controller_state import load_state, write_state
+from megarl.cluster.failures import CallFailed
 from megarl.recipe.schema import Recipe
 from megarl.rollout.begun_groups import cannot_continue_groups, copy_in_time
 from megarl.rollout.engine_handle import EngineHandle
@@ -217,7 +218,7 @@ def test_a_group_that_fails_while_others_move_ends_the_run() -> None:
 
     leaving.call = call  # type: ignore[method-assign]
     source.moves.move(0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(CallFailed, match="ZeroDivisionError: group 2: scorer"):
         source.take(4)
 
 

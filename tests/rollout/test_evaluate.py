@@ -14,6 +14,7 @@ from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.evaluate import accuracy_metrics, evaluate, majority_is_correct, pass_at_k
 from megarl.rollout.requests import Requests
 from megarl.types import GenerationRequest, Group, InlineData, Prompt, Sample, SampleFailure
+from tests.support.collecting import CollectedService
 
 
 def test_pass_at_k_by_hand() -> None:
@@ -56,20 +57,22 @@ def test_metrics_over_problems() -> None:
     assert metrics["eval/rewards/mean"] == pytest.approx(0.9 * 2 / 6)
 
 
-class Engine:
+class Engine(CollectedService):
     """Answer the engine's problem i after i + 1 pauses of half a second; a silent engine never answers."""
 
     def __init__(self, name: str, *, silent: bool, pause: float = 0.5, unscored: int = 0) -> None:
         self.name, self.silent, self.pause, self.unscored, self.collected = name, silent, pause, unscored, 0
         self.requests: list[GenerationRequest] = []
+        super().__init__()
 
     def call(self, method: str, requests: Any) -> Future[Any]:
         assert method == "submit"
         self.requests += requests
+        for request in requests:
+            self.promise(request.group, self.answer_to(request.group))
         return self._later(None, after=3)  # the time of all requests
 
-    def call_with_data(self, method: str, number: int) -> Future[Any]:
-        assert method == "collect"
+    def answer_to(self, number: int) -> Future[Any]:
         self.collected += 1
         failed = self.collected <= self.unscored
         sample = Sample(number, 0, InlineData([]), 1, 2, 2, reward=math.nan if failed else 1.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -356,11 +355,7 @@ def test_problems_of_an_engine_that_dies_in_an_evaluation_go_to_the_others() -> 
     problems = [Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(4)]
     dying, other = engines.services
     fake = FakeService()
-
-    def call_with_data(method: str, *arguments: Any) -> Future[Any]:
-        return fake.call_with_data(method, *arguments)
-
-    other.call, other.call_with_data = fake.call, call_with_data  # type: ignore[method-assign]
+    other.call, other.call_with_parts = fake.call, fake.call_with_parts  # type: ignore[method-assign]
     threading.Timer(0.2, dying.die).start()
     groups = _run(problems, Sampling(n=1, max_tokens=8), engines.handles, engines.fleet.poll, 5.0, engines.fleet)
     assert [group.number for group in groups] == [FIRST_EVALUATION_GROUP + number for number in range(4)]

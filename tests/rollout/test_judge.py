@@ -39,6 +39,7 @@ from megarl.types import (
     Sampling,
     derived_seed,
 )
+from tests.support.collecting import CollectedService
 from tests.support.fixed_engines import Fixed, Process
 
 ROW = Prompt("row/7", (1, 2), "<user>2 + 2?", "test", "4", {"level": 3}, question="2 + 2?")
@@ -259,19 +260,24 @@ class TestServer:
 CONVERSATION = InlineData(["the policy's response"])
 
 
-class Later:
+class Later(CollectedService):
     """A service that answers when the test sets the result."""
 
     def __init__(self, name: str):
         self.name, self.calls = name, list[tuple[str, tuple[Any, ...], Future[Any]]]()
+        super().__init__()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         if method == "collect_responses":
             answer: Future[Any] = Future()
             answer.set_result((None, CONVERSATION))
             return answer
-        self.calls.append((method, args, Future()))
-        return self.calls[-1][2]
+        call: Future[Any] = Future()
+        self.calls.append((method, args, call))
+        for request in args[0] if method == "submit" else []:
+            self.calls.append(("collect", (request.group,), Future()))
+            self.promise(request.group, self.calls[-1][2])
+        return call
 
     call_with_data = call
 
@@ -376,7 +382,7 @@ class TestService:
 
     def test_without_a_judge_services_are_unchanged(self) -> None:
         services = [Later("engine0")]
-        assert with_judge(recipe().judge, recipe(gsm8k=1.0).reward, services, None) == services  # type: ignore[arg-type, comparison-overlap]
+        assert with_judge(recipe().judge, recipe(gsm8k=1.0).reward, services, None) == services  # type: ignore[arg-type]
 
     def test_other_calls_pass_and_prompts_are_dropped(self) -> None:
         """Prompts are dropped with their groups; otherwise a long run would keep all rows."""

@@ -18,6 +18,7 @@ from megarl.rollout import server as module
 from megarl.rollout.kept.server import KeptRolloutServer
 from megarl.types import Completion, GenerationRequest
 from tests.rollout.test_server import requests, score_with
+from tests.support.collecting import CollectedGroups
 
 
 class BusyEngine:
@@ -65,24 +66,29 @@ def server(engine: BusyEngine, quickstart_data: Path, monkeypatch: pytest.Monkey
 
 
 def test_requests_of_a_dead_controller_end(engine: BusyEngine, server: KeptRolloutServer) -> None:
-    """One group is sampled and not collected, one runs and is waited for, one is waited for before it is requested."""
+    """A call receives the errors of the groups that run, and another waits until the release ends it."""
     wave = requests(with_greedy=False)
 
     async def live() -> None:
         assert await server.start() == {"version": "1"}
         submitted = asyncio.create_task(server.submit(wave))
-        waiting = [asyncio.create_task(server.collect(number)) for number in (wave[1].group, 99)]
-        while wave[0].group not in server._results or not server._results[wave[0].group].done():
-            await asyncio.sleep(0.01)
+        ((number, _),), _ = await server.collect(8)
+        assert number == wave[0].group
+        waiting = [asyncio.create_task(server.collect(8)) for _ in range(2)]
+        await asyncio.sleep(0.01)
         assert await asyncio.wait_for(server.release(), 10) is True
         outcomes = await asyncio.gather(submitted, *waiting, return_exceptions=True)
-        assert [type(each) for each in outcomes] == [GenerationAborted] * 3
+        assert [type(each) for each in outcomes] == [GenerationAborted, tuple, GenerationAborted]
+        assert [(number, error.type) for number, error in outcomes[1][0]] == [
+            (request.group, "GenerationAborted") for request in wave[1:]
+        ]
         assert await server.start() == {"version": "1"} and engine.starts == 1
-        assert not server._results and not server._unsettled and not server._settling
+        assert not server._finished and not server._unsettled and not server._settling
         engine.finishes = True  # the same numbers of groups again
         await server.submit(wave)
+        finished = CollectedGroups(server)
         for request in wave:
-            group, tokens = await server.collect(request.group)
+            group, tokens = await finished.collect(request.group)
             assert group.number == request.group and len(tokens) == 2
 
     asyncio.run(live())

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megarl.cluster.failures import CallFailed
 from megarl.data.images import ImageReader
 from megarl.engines.backed import BackedEngine
 from megarl.engines.base import EngineDead, EngineRefused, EngineSpec
@@ -27,6 +28,7 @@ from megarl.rewards.weighted import Term
 from megarl.rollout import server as module
 from megarl.rollout.server import RolloutServer
 from megarl.types import Completion, GenerationRequest, Group, Prompt, PromptImage, PromptVideo, SampleTokens, Sampling
+from tests.support.collecting import CollectedGroups
 from tests.support.counting_engine import CountingBackend
 from tests.support.counting_engine import request as sized
 from tests.support.vl_model import PATCH_VALUES, write_processor, write_video_processor, write_vl_model
@@ -132,9 +134,9 @@ def requests(with_greedy: bool) -> list[GenerationRequest]:
 
 def run(server: RolloutServer, wave: list[GenerationRequest]) -> list[Group]:
     async def all_of_it() -> list[Group]:
-        collected = [asyncio.ensure_future(server.collect(request.group)) for request in wave]
         await server.submit(wave)
-        return [(await result)[0] for result in collected]
+        finished = CollectedGroups(server)
+        return [(await finished.collect(request.group))[0] for request in wave]
 
     return asyncio.run(asyncio.wait_for(all_of_it(), timeout=20))
 
@@ -150,13 +152,15 @@ def test_groups_without_samples_fail_with_the_engine(serve: Callable[[Engine], R
     server, wave = serve(Dying()), requests(with_greedy=False)
 
     async def outcomes() -> list[Any]:
-        collected = [server.collect(request.group) for request in wave]
+        finished = CollectedGroups(server)
+        collected = [finished.collect(request.group) for request in wave]
         return await asyncio.gather(server.submit(wave), *collected, return_exceptions=True)
 
     submitted, (group, _), *failed = asyncio.run(asyncio.wait_for(outcomes(), timeout=20))
     assert group.number == 0 and len(group.samples) == 2
-    assert len(failed) == 2 and all(isinstance(error, EngineDead) for error in (submitted, *failed))
-    assert not server._results
+    assert isinstance(submitted, EngineDead) and len(failed) == 2
+    assert all(error.failure.cause == "EngineDead: engine 'fake' died" for error in failed)
+    assert not server._finished
 
 
 @pytest.mark.parametrize("call", ["update_weights", "connect_weight_sync", "sleep", "wake", "start_profile", "watch"])
@@ -183,7 +187,7 @@ def test_no_other_call_waits_for_a_thread_of_generate(serve: Callable[[Engine], 
             await asyncio.wait_for(getattr(server, call)(*arguments), timeout=5)
         finally:
             released.set()
-        await asyncio.gather(submitted, *(server.collect(request.group) for request in wave))
+        await submitted
 
     asyncio.run(calls())
     assert passed == [(call, *arguments)]
@@ -237,9 +241,9 @@ def test_images_are_prepared_by_the_server(
     seen = replace(first.prompt, tokens=(3, 250, 250, 250, 250, 4), **shown)
 
     async def vectors() -> list[list[SampleTokens]]:
-        collected = [asyncio.ensure_future(server.collect(number)) for number in range(3)]
         await server.submit([replace(first, prompt=seen), *remaining])
-        return [(await result)[1] for result in collected]
+        finished = CollectedGroups(server)
+        return [(await finished.collect(number))[1] for number in range(3)]
 
     (first_vectors, other), *rest = asyncio.run(asyncio.wait_for(vectors(), timeout=60))
     assert (
@@ -307,7 +311,8 @@ def test_groups_move_to_another_server(serve: Callable[[Any], RolloutServer]) ->
 
     async def sampled_by(*servers: RolloutServer) -> list[Any]:
         submitted = asyncio.ensure_future(first.submit(wave))
-        collected = [asyncio.ensure_future(first.collect(number)) for number in range(3)]
+        finished = CollectedGroups(first)
+        collected = [asyncio.ensure_future(finished.collect(number)) for number in range(3)]
         while len(backends[0].admitted) < 4:
             await asyncio.sleep(0.001)
         backends[0].let_step(4)
@@ -318,15 +323,17 @@ def test_groups_move_to_another_server(serve: Callable[[Any], RolloutServer]) ->
         moved = await first.hand_over([0, 1])
         assert list(moved) == [1]
         assert [(len(each.tokens), each.finish_reason) for each in moved[1]] == [(3, "stop"), (4, None), (4, None)]
-        with pytest.raises(EngineRefused, match="group 1 was handed over"):
+        with pytest.raises(CallFailed, match="EngineRefused: it was handed over"):
             await collected[1]
         resumed = asyncio.ensure_future(second.submit([replace(wave[1], partials=moved[1])]))
         for backend in backends:
             backend.let_step(4)
-        (group, tokens), _, _, _ = await asyncio.gather(second.collect(1), collected[2], submitted, resumed)
+        (group, tokens), _, _, _ = await asyncio.gather(
+            CollectedGroups(second).collect(1), collected[2], submitted, resumed
+        )
         assert [sample.response_length for sample in [*group.samples, group.greedy]] == [3, 8, 8]
         assert np.array_equal(tokens[1].tokens[-8:-4], moved[1][1].tokens)
-        return [server._results or server._unsettled for server in servers]
+        return [len(server._finished) or server._unsettled for server in servers]
 
     assert asyncio.run(asyncio.wait_for(sampled_by(first, second), 20)) == [[], []]
     for server in started:

@@ -10,18 +10,19 @@ from typing import Any, ClassVar
 
 import pytest
 
+from megarl.cluster.failures import CallFailed
 from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.source_engines import EnginesSource
 from megarl.types import GenerationRequest, Group, InlineData, Partial, Prompt, Sample, SampleFailure
+from tests.support.collecting import CollectedService
 
 
-class FakeService:
+class FakeService(CollectedService):
     """Answer each request with a group; `spread` sets whether its rewards differ."""
 
-    name = "engine0"
-
     def __init__(self, spread: Any = lambda number: True):
+        super().__init__()
         self.spread = spread
         self.waves: list[list[int]] = []
         self.requests: dict[int, GenerationRequest] = {}
@@ -40,12 +41,13 @@ class FakeService:
         self.with_greedy = [request.with_greedy for request in requests]
         self.waves.append([request.group for request in requests])
         self.requests |= {request.group: request for request in requests}
+        for request in requests:
+            self.promise(request.group, self.answer_to(request.group))
         done: Future[Any] = Future()
         done.set_result(None)
         return done
 
-    def call_with_data(self, method: str, number: int) -> Future[Any]:
-        assert method == "collect"
+    def answer_to(self, number: int) -> Future[Any]:
         done: Future[Any] = Future()
         if not self.silent:
             threading.Timer(0.01, self._answer, (done, number)).start()
@@ -137,7 +139,7 @@ def test_a_scorer_that_fails_is_raised() -> None:
     service.fail = ZeroDivisionError("scorer")
     engines_source = source(service)
     engines_source.admit(0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(CallFailed, match=r"service engine0 on .* failed: ZeroDivisionError: group \d: scorer"):
         engines_source.take(4)
 
 
@@ -285,7 +287,7 @@ class ManualService(FakeService):
         super().__init__()
         self.running: dict[int, Future[Any]] = {}
 
-    def call_with_data(self, method: str, number: int) -> Future[Any]:
+    def answer_to(self, number: int) -> Future[Any]:
         self.running[number] = Future()
         return self.running[number]
 

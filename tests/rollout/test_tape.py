@@ -39,7 +39,7 @@ class SlowService(FakeService):
         super().__init__()
         self.order, self.reward = order, reward
 
-    def call_with_data(self, method: str, number: int) -> Future[Any]:
+    def answer_to(self, number: int) -> Future[Any]:
         done: Future[Any] = Future()
         threading.Timer(self.order.random() * 0.03, self._answer, (done, number)).start()
         return done

@@ -177,6 +177,14 @@ class Engine:
         vectors = [SampleTokens(np.arange(length) + i, np.ones(length, bool), np.zeros(length)) for i in range(2)]
         return {"lengths": [length, length]}, vectors
 
+    async def several(self, parts):
+        """Return one list of vectors fewer than there are places, of 1, 2, ... tokens."""
+        vectors = [(await self.generate(length))[1] for length in range(1, parts)]
+        return [len(each) for each in vectors], vectors
+
+    async def fail_parts(self, parts):
+        raise KeyError(f"no {parts} parts")
+
     async def fail(self):
         raise KeyError("no such prompt")
 

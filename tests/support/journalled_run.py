@@ -45,6 +45,7 @@ from megarl.trainer.rollbacks import Rollbacks
 from megarl.types import Group, InlineData, Metrics, Partial, Prompt, Sample, SampleTokens, Span
 from megarl.weight_sync.placement import Placement
 from tests.rollout.test_source import Prompts
+from tests.support.collecting import CollectedService
 from tests.support.training_stand_ins import Workers
 
 STEPS, PROMPTS = 7, 2
@@ -107,12 +108,11 @@ class RememberingWorkers(Workers):
         self.point("shutdown")
 
 
-class Engine:
+class Engine(CollectedService):
     """An engine that answers in another order than it was asked. `word`: of the texts of a group, by its number."""
 
-    name = "engine0"
-
     def __init__(self, word: Callable[[int], str], seed: int) -> None:
+        super().__init__()
         self.word, self.weights, self.random = word, "", random.Random(seed)
         self.ended, self.asked = False, dict[int, tuple[Future[Any], str]]()
         self.lock = threading.Lock()
@@ -126,10 +126,12 @@ class Engine:
                 zero = np.zeros(1, np.float32)
                 partial = Partial(np.ones(1, np.int32), zero, (Span(0, arguments[0]),), None)
                 result = {number: (partial, partial) for number in self.asked}
+        for request in arguments[0] if method == "submit" else []:
+            self.promise(request.group, self.answer_to(request.group))
         done.set_result(result)
         return done
 
-    def call_with_data(self, method: str, number: int) -> Future[Any]:
+    def answer_to(self, number: int) -> Future[Any]:
         done: Future[Any] = Future()
         with self.lock:
             self.asked[number] = done, self.weights

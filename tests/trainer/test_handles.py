@@ -33,7 +33,7 @@ SERVERS = {  # handle -> classes of its processes
     "TeacherHandle": (TeacherServer,),
     "JudgeHandle": (JudgeServer,),
 }
-CALLS = ("_call", "_call_with_data", "_scatter", "_locate_vectors")
+CALLS = ("_call", "_call_with_data", "_call_with_parts", "_scatter", "_locate_vectors")
 # Files that may call by name: the transport, and processes that exist only in an acceptance test or benchmark.
 BY_NAME = ("cluster/", "commands/accept/")
 
@@ -83,5 +83,11 @@ def test_no_other_file_calls_by_name() -> None:
                 named = (
                     bool(node.args) and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str)
                 )
-                transport = node.func.attr in ("call", "call_with_data", "scatter", "scatter_with_data")
+                transport = node.func.attr in (
+                    "call",
+                    "call_with_data",
+                    "call_with_parts",
+                    "scatter",
+                    "scatter_with_data",
+                )
                 assert not (transport and named), f"{path}:{node.lineno}: {ast.unparse(node)}"

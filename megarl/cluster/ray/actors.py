@@ -142,6 +142,15 @@ class ServiceActor:
         control, samples = outcome.value
         return Returned(control), samples
 
+    async def call_with_parts(self, method: str, parts: int) -> tuple[Any, ...]:
+        """Run `call` on a method that returns ``(control, vectors)``. Returns control with the number of lists of vectors, and apart
+        each list, up to `parts` of them; None for the others."""
+        outcome = await self.call(method, (parts,))
+        if isinstance(outcome, Raised):
+            return outcome, *[None] * parts
+        control, vectors = outcome.value
+        return Returned((control, len(vectors))), *vectors, *[None] * (parts - len(vectors))
+
     async def stop(self) -> None:
         await self._ready.wait()
         if self._constructor_error is None:

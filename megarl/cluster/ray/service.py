@@ -117,6 +117,14 @@ class RayService:
         control, data = self._actor.call_with_data.options(num_returns=2).remote(method, args)
         return self._chain(control, lambda value: (value, RayData(data)))
 
+    def call_with_parts(self, method: str, parts: int) -> Future[Any]:
+        control, *data = self._actor.call_with_parts.options(num_returns=1 + parts).remote(method, parts)
+
+        def located(value: tuple[Any, int]) -> tuple[Any, list[RayData]]:
+            return value[0], [RayData(ref) for ref in data[: value[1]]]
+
+        return self._chain(control, located)
+
     def alive(self) -> bool:
         return self.failure() is None
 

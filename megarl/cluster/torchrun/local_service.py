@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ class LocalService:
         self._outgoing = SendQueue(self._wire)
         self._numbers = itertools.count(CONSTRUCTED + 1)
         self._lock = threading.Lock()  # protects _waiting and _failure
-        self._waiting: dict[int, tuple[Future[Any], bool]] = {}
+        self._waiting: dict[int, tuple[Future[Any], Callable[[Any], Any]]] = {}
         self._failure: Failure | None = None
         self._killed_because: Failure | None = None
         self.stopping = self.kept = False
@@ -78,10 +79,13 @@ class LocalService:
         self._reader.start()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        return self._call(method, args, with_data=False)
+        return self._call(method, args, lambda value: value)
 
     def call_with_data(self, method: str, *args: Any) -> Future[Any]:
-        return self._call(method, args, with_data=True)
+        return self._call(method, args, _with_data)
+
+    def call_with_parts(self, method: str, parts: int) -> Future[Any]:
+        return self._call(method, (parts,), _with_parts)
 
     def failure(self) -> Failure | None:
         return self._failure
@@ -111,7 +115,8 @@ class LocalService:
             self.stopping = True
             self._outgoing.send(ServiceStop())
 
-    def _call(self, method: str, args: tuple[Any, ...], with_data: bool) -> Future[Any]:
+    def _call(self, method: str, args: tuple[Any, ...], convert: Callable[[Any], Any]) -> Future[Any]:
+        """Start a call. convert: returns the future's result from the returned value."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # an answer will come: it cannot be cancelled
         with self._lock:
@@ -119,7 +124,7 @@ class LocalService:
                 future.set_exception(ServiceDied(self._failure))
                 return future
             number = next(self._numbers)
-            self._waiting[number] = future, with_data
+            self._waiting[number] = future, convert
         try:
             self._outgoing.send(ServiceCall(number, method, args))
         except BaseException:  # the arguments do not pickle: no reply will come
@@ -142,9 +147,9 @@ class LocalService:
                 constructor_error = outcome if isinstance(outcome, Raised) else None
                 continue
             with self._lock:
-                future, with_data = self._waiting.pop(number)
+                future, convert = self._waiting.pop(number)
             if isinstance(outcome, Returned):
-                future.set_result(_with_data(outcome.value) if with_data else outcome.value)
+                future.set_result(convert(outcome.value))
             else:
                 future.set_exception(CallFailed(Failure.raised(self.known_place, outcome)))
         self._end(constructor_error)
@@ -167,3 +172,8 @@ class LocalService:
 def _with_data(value: Any) -> tuple[Any, InlineData]:
     control, samples = value
     return control, InlineData(samples)
+
+
+def _with_parts(value: Any) -> tuple[Any, list[InlineData]]:
+    control, vectors = value
+    return control, [InlineData(samples) for samples in vectors]

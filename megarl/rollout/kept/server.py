@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from megarl.engines.base import EngineDead, GenerationAborted, GroupRank
+from megarl.engines.base import EngineDead, GroupRank
 from megarl.rollout.server import RolloutServer
 
 _LOOK_SECONDS = 0.01  # between looks at calls that end
@@ -49,11 +49,7 @@ class KeptRolloutServer(RolloutServer):
         for task in [*self._settling]:
             task.cancel()
         await asyncio.gather(*self._settling, return_exceptions=True)
-        for result in self._results.values():
-            if not result.done():
-                result.set_exception(GenerationAborted("its controller has died"))
-        await asyncio.sleep(_LOOK_SECONDS)  # calls of `collect` end, and remove their results
-        self._results.clear()
+        self._finished.forget()
         if self._responses is not None:
             self._responses.clear()
         return True
