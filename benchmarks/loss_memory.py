@@ -45,7 +45,9 @@ class LiveBytes(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        known = {
+            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in known:
@@ -102,7 +104,9 @@ def inputs_of(name: str, tokens: int, settings: AlgorithmConfig) -> LossInputs:
     if loss.selection is not None:
         optional["selected"] = torch.zeros(tokens, dtype=torch.bool)
     if loss.whole_groups:
-        optional["groups"] = torch.arange(len(lengths)).div(2, rounding_mode="floor").repeat_interleave(torch.tensor(lengths))
+        optional["groups"] = (
+            torch.arange(len(lengths)).div(2, rounding_mode="floor").repeat_interleave(torch.tensor(lengths))
+        )
     return LossInputs(
         log_probs=vector().requires_grad_(),
         loss_mask=torch.ones(tokens),

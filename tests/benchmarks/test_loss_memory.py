@@ -22,7 +22,9 @@ def test_live_bytes_count_saved_tensors_and_gradients_and_not_freed_tensors() ->
             vector.exp().sum().backward()  # exp() is kept for the backward pass
 
     assert peak_bytes(lambda: passes(1)) == pytest.approx(2 * vector.nbytes, rel=0.01), "exp() and the gradient"
-    assert peak_bytes(lambda: passes(5)) == pytest.approx(3 * vector.nbytes, rel=0.01), "and the gradient of earlier passes"
+    assert peak_bytes(lambda: passes(5)) == pytest.approx(3 * vector.nbytes, rel=0.01), (
+        "and the gradient of earlier passes"
+    )
     assert peak_bytes(lambda: vector.detach().view(2, -1)) == 0, "a view is no memory"
 
 
