@@ -11,6 +11,11 @@ have overtaken the oldest one, with the window W. So at most W - 1 later groups 
 of at most ceil(S) + ceil((W - 1) / P) versions after the one that it started with. With W = 1 groups enter batches in admission
 order. Groups are never dropped, so batches are not biased towards short responses. After `max_attempts` times P tried groups, a
 batch closes with fewer groups.
+
+With over-sampling by a factor f, ceil(f places) groups start where the capacity above has `places`, so that filtered groups need no
+replacement that starts late. The number of started groups depends on which groups are filtered, not on the order in which they
+finish. Batches stay in admission order. If fewer groups are filtered, the surplus enters the next batches, or is left out and
+counted (`unused`) where it would exceed the largest lag.
 """
 
 from __future__ import annotations
@@ -30,6 +35,14 @@ class AdmissionState:
 
     admitted: int = 0  # started groups: also the next group's number and the data cursor
     closed: int = 0  # closed batches
+
+
+@dataclass
+class UnusedGroups:
+    """Finished groups of over-sampling that no batch takes."""
+
+    groups: int = 0
+    tokens: int = 0  # prompts included
 
 
 @dataclass
@@ -55,13 +68,17 @@ class Admission:
         continuous: bool,
         batches: int | None = None,
         window: int = 1,
+        oversample: float = 1.0,
     ):
+        assert oversample == 1.0 or max_attempts is not None, "only filtered groups need over-sampling"
         self.prompts_per_step = prompts_per_step
         self.max_staleness = max_staleness
         self.max_attempts = max_attempts  # None: no filter and no limit
         self.continuous = continuous
         self.batches = batches  # batches of the whole run; None: unlimited
         self.window = window
+        self.oversample = oversample  # groups that start for each place
+        self.unused = UnusedGroups()  # since the last `take_unused`
         self.state = AdmissionState()
         self.version: int | None = None  # of the engines' weights; None: no group may start
         self.running = 0
@@ -85,8 +102,14 @@ class Admission:
         if self.batches is not None and last_batch >= self.batches - 1:
             last_batch, extra = self.batches - 1, 0
         if batch > last_batch:  # of the batch after the last, only `extra` groups may start
-            return max(0, self._places_left(accepted, tried, extra)) if batch == last_batch + 1 else 0
-        return self._places_left(accepted, tried) + (last_batch - batch) * self.prompts_per_step + extra
+            places = max(0, self._places_left(accepted, tried, extra)) if batch == last_batch + 1 else 0
+        else:
+            places = self._places_left(accepted, tried) + (last_batch - batch) * self.prompts_per_step + extra
+        if self.oversample == 1.0:
+            return places
+        assert self.max_attempts is not None
+        tries = ((last_batch - batch + 1) * self.prompts_per_step + extra) * self.max_attempts - tried
+        return max(0, min(math.ceil(self.oversample * places - 1e-9), tries))
 
     def _position(self) -> tuple[int, int, int]:
         """Return the batch of the next group, and the accepted and tried groups before it. Running groups count as accepted."""
@@ -129,9 +152,25 @@ class Admission:
                 self._released_early.remove(self._unreleased.popleft())
             released = self._waiting.pop(number)
             self._rejected -= not released.accepted
+            if self.oversample > 1.0 and self._is_surplus(released.group):
+                self.unused.groups += 1
+                self.unused.tokens += sum(sample.length for sample in released.group.samples)
+                continue
             self.tried.append(released)
             self._accepted += released.accepted
             self._close_if_due()
+
+    def _is_surplus(self, group: Group) -> bool:
+        """Return whether the current batch may not take a finished group: it is too old, or the run has no such batch."""
+        largest_lag = math.ceil(self.max_staleness) + -(-(self.window - 1) // self.prompts_per_step)
+        oldest = min((sample.version for sample in group.samples), default=self.state.closed)
+        after_last = self.batches is not None and self.state.closed >= self.batches
+        return after_last or self.state.closed - oldest > largest_lag
+
+    def take_unused(self) -> UnusedGroups:
+        """Return the groups that no batch took since the last call."""
+        unused, self.unused = self.unused, UnusedGroups()
+        return unused
 
     def _wait(self, item: TriedGroup) -> None:
         self._waiting[item.group.number] = item
