@@ -116,7 +116,7 @@ class Case:
 
     name: str
     filtered: bool
-    max_staleness: int = 0
+    max_staleness: float = 0
     oversample: float = 1.0
     at_update: str = "auto"
     admission: str | None = None
@@ -139,7 +139,8 @@ CASES = [
     Case("synchronous, replacements at once", filtered=True, admission="continuous"),
     Case("synchronous, oversample 2.2", filtered=True, oversample=2.2),
     Case("synchronous, oversample 3", filtered=True, oversample=3.0),
-    Case("max_staleness 1, drain, oversample 2.2", filtered=True, max_staleness=1, at_update="drain", oversample=2.2),
+    Case("max_staleness 0.1, drain, oversample 2", filtered=True, max_staleness=0.1, at_update="drain", oversample=2.0),
+    Case("max_staleness 0.1, refresh, oversample 2", filtered=True, max_staleness=0.1, oversample=2.0),
     Case("no filter, max_staleness 1, refresh", filtered=False, max_staleness=1),
     Case("max_staleness 1, refresh", filtered=True, max_staleness=1),
     Case("max_staleness 1, refresh, oversample 2.2", filtered=True, max_staleness=1, oversample=2.2),
@@ -205,12 +206,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--filtered", type=float, default=0.5, help="share of the groups that the filter removes")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--engines", type=int, default=64)
+    parser.add_argument("--only", default="", help="run only cases whose name contains this text, and the first")
     options = parser.parse_args(arguments)
     print(f"{options.filtered:.0%} of the groups filtered, {options.engines} engines, load {os.getloadavg()[0]:.1f}\n")
     print("| step / unfiltered synchronous | case | step, s | groups sampled per trained | unused | lag, most |\n|---|---|---|---|---|---|")
     run = functools.partial(simulate, steps=options.steps, engines=options.engines, filtered=options.filtered)
     first = run(CASES[0]).step
     for case in CASES:
+        if options.only not in case.name:
+            continue
         figures = run(case)
         print(
             f"| {figures.step / first:.2f} | {case.name} | {figures.step:.0f} | {figures.tried:.2f} | {figures.unused:.1%} "
