@@ -12,8 +12,9 @@ of at most ceil(S) + ceil((W - 1) / P) versions after the one that it started wi
 order. Groups are never dropped, so batches are not biased towards short responses. After `max_attempts` times P tried groups, a
 batch closes with fewer groups.
 
-With over-sampling by a factor f, ceil(f places) groups start where the capacity above has `places`, so that filtered groups need no
-replacement that starts late. The number of started groups depends on which groups are filtered, not on the order in which they
+With over-sampling by a factor f, ceil(f places) groups start with each version where the capacity above has `places`, so that filtered
+groups need no replacement that starts late. Until the next version more start only if the batch of the newest weights would stay
+short. The number of started groups depends on which groups are filtered, not on the order in which they
 finish. Batches stay in admission order. If fewer groups are filtered, the surplus enters the next batches, or is left out and
 counted (`unused`) where it would exceed the largest lag.
 """
@@ -79,6 +80,7 @@ class Admission:
         self.window = window
         self.oversample = oversample  # groups that start for each place
         self.unused = UnusedGroups()  # since the last `take_unused`
+        self._begun: int | None = None  # the newest version when groups started last
         self.state = AdmissionState()
         self.version: int | None = None  # of the engines' weights; None: no group may start
         self.running = 0
@@ -96,20 +98,26 @@ class Admission:
         if self.version is None or (self.running and not self.continuous):
             return 0
         version = self.version if version is None else version
-        batch, accepted, tried = self._position()
         whole = math.floor(self.max_staleness)
         last_batch, extra = version + whole, whole_number((self.max_staleness - whole) * self.prompts_per_step)
         if self.batches is not None and last_batch >= self.batches - 1:
             last_batch, extra = self.batches - 1, 0
-        if batch > last_batch:  # of the batch after the last, only `extra` groups may start
-            places = max(0, self._places_left(accepted, tried, extra)) if batch == last_batch + 1 else 0
-        else:
-            places = self._places_left(accepted, tried) + (last_batch - batch) * self.prompts_per_step + extra
         if self.oversample == 1.0:
-            return places
-        assert self.max_attempts is not None
-        tries = ((last_batch - batch + 1) * self.prompts_per_step + extra) * self.max_attempts - tried
+            return self._places(last_batch, extra)[0]
+        places, tries = self._places(last_batch, extra)
+        if self._begun == self.version:  # later starts would delay the next version
+            places = min(places, self._places(min(self.version, last_batch), 0)[0])
         return max(0, min(math.ceil(self.oversample * places - 1e-9), tries))
+
+    def _places(self, last_batch: int, extra: int) -> tuple[int, int]:
+        """Return the free places until the end of `last_batch`, and of the first `extra` groups of the batch after it, and the groups
+        that may be tried for them."""
+        batch, accepted, tried = self._position()
+        attempts = self.max_attempts or 1
+        tries = max(0, ((last_batch - batch + 1) * self.prompts_per_step + extra) * attempts - tried)
+        if batch > last_batch:  # of the batch after the last, only `extra` groups may start
+            return max(0, self._places_left(accepted, tried, extra)) if batch == last_batch + 1 else 0, tries
+        return self._places_left(accepted, tried) + (last_batch - batch) * self.prompts_per_step + extra, tries
 
     def _position(self) -> tuple[int, int, int]:
         """Return the batch of the next group, and the accepted and tried groups before it. Running groups count as accepted."""
@@ -138,6 +146,7 @@ class Admission:
         """Start `count` groups; return their numbers."""
         numbers = range(self.state.admitted, self.state.admitted + count)
         self._unreleased += numbers
+        self._begun = self.version if count else self._begun
         self.state.admitted += count
         self.running += count
         return numbers

@@ -73,6 +73,22 @@ def test_the_surplus_enters_the_next_batch_within_the_largest_lag() -> None:
     assert admission.take_unused().groups == 0
 
 
+def test_groups_of_later_batches_are_not_replaced_before_the_next_version() -> None:
+    """Their replacements would delay an update that waits for running groups."""
+    admission = Admission(4, 1, 10, continuous=True, oversample=1.5)
+    admission.version = 0
+    for number in admission.start(admission.capacity()):  # 12
+        admission.finish(group(number, 0), number < 5)
+    assert len(admission.closed) == 1 and admission.capacity() == 0 and admission.idle()
+    admission.version = 1
+    assert admission.capacity() == 11  # seven places: one group of the second batch is there
+    short = Admission(4, 1, 10, continuous=True, oversample=1.5)
+    short.version = 0
+    for number in short.start(short.capacity()):
+        short.finish(group(number, 0), number < 2)
+    assert short.capacity() == 3  # two places of the first batch
+
+
 def test_tries_stay_within_their_limit() -> None:
     admission = Admission(4, 0, 3, continuous=True, oversample=2.5)
     admission.version = 0
