@@ -161,14 +161,23 @@ class Figures:
     trained: list[list[int]]  # numbers of the groups of each batch
 
 
-def simulate(case: Case, steps: int, engines: int = 64, prompts: int = 512, samples: int = 16, filtered: float = 0.5) -> Figures:
+def simulate(
+    case: Case, steps: int, engines: int = 64, prompts: int = 512, samples: int = 16, filtered: float = 0.5
+) -> Figures:
     """Run `WARM_UP` and `steps` measured steps of `case`."""
     recipe, clock = case.recipe(prompts, samples, WARM_UP + steps + 50), Clock()
     costs = Costs(
-        engines, 0.015 + 0.0001 * np.arange(SLOTS + 1), prefill=5e-5, training=0.0, weight_sync=0.0, prompt=LENGTHS.prompt
+        engines,
+        0.015 + 0.0001 * np.arange(SLOTS + 1),
+        prefill=5e-5,
+        training=0.0,
+        weight_sync=0.0,
+        prompt=LENGTHS.prompt,
     )
     lengths = DrawnLengths(LENGTHS, samples, seed=0)
-    services = [Engine(index, clock, costs, lengths, samples, filtered if case.filtered else 0.0) for index in range(engines)]
+    services = [
+        Engine(index, clock, costs, lengths, samples, filtered if case.filtered else 0.0) for index in range(engines)
+    ]
     rows = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "train") for i in range(97))
     source = EnginesSource(recipe, rows, [EngineHandle(each) for each in services], [0], lambda: None)  # type: ignore[arg-type]
     drains = update_rule(recipe) == "drain"
@@ -209,7 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="run only cases whose name contains this text, and the first")
     options = parser.parse_args(arguments)
     print(f"{options.filtered:.0%} of the groups filtered, {options.engines} engines, load {os.getloadavg()[0]:.1f}\n")
-    print("| step / unfiltered synchronous | case | step, s | groups sampled per trained | unused | lag, most |\n|---|---|---|---|---|---|")
+    print(
+        "| step / unfiltered synchronous | case | step, s | groups sampled per trained | unused | lag, most |\n|---|---|---|---|---|---|"
+    )
     run = functools.partial(simulate, steps=options.steps, engines=options.engines, filtered=options.filtered)
     first = run(CASES[0]).step
     for case in CASES:

@@ -3,8 +3,8 @@
     python -m benchmarks.process_memory
 
 A trainer without Ray, with a random Qwen3 of 0.2 million parameters, in a process of its own. `python -m benchmarks.rollout_process`
-prints the same table for a rollout process. Private memory (USS) is what the process would free; the resident memory (RSS) also counts
-pages of libraries that processes share.
+prints the same table for a rollout process. Anonymous memory is the process's own in any case. Private memory (USS) is what the end
+of the process would free: also the pages of libraries that no other process has mapped. Resident memory (RSS) counts all of them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-Mark = tuple[str, float, float]
-"""Name, private and resident MiB."""
+Mark = tuple[str, float, float, float]
+"""Name; anonymous, private and resident MiB."""
 
 
 class Marks:
@@ -33,17 +33,24 @@ class Marks:
         """Note the memory now, as that of everything up to `name`."""
         lines = (line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
         sizes = {parts[0].rstrip(":"): int(parts[1]) / 1024 for parts in lines}
-        self.marks.append((name, sizes["Private_Clean"] + sizes["Private_Dirty"], sizes["Rss"]))
+        private = sizes["Private_Clean"] + sizes["Private_Dirty"]
+        self.marks.append((name, sizes["Anonymous"], private, sizes["Rss"]))
 
 
 def table(marks: Sequence[Mark]) -> None:
     """Print the growth at each mark, and the shares of the whole."""
-    last = marks[-1][1]
-    print("| share | part | private MiB, growth | private MiB, so far | resident MiB, so far |\n|---|---|---|---|---|")
-    before = 0.0
-    for name, private, resident in marks:
-        print(f"| {(private - before) / last:.0%} | {name} | {private - before:.0f} | {private:.0f} | {resident:.0f} |")
-        before = private
+    whole = marks[-1][2]
+    print(
+        "| share of private | part | private MiB | anonymous MiB | so far: private, resident MiB |\n|---|---|---|---|---|"
+    )
+    before = ("", 0.0, 0.0, 0.0)
+    for mark in marks:
+        name, anonymous, private, resident = mark
+        more = private - before[2]
+        print(
+            f"| {more / whole:.0%} | {name} | {more:.0f} | {anonymous - before[1]:.0f} | {private:.0f}, {resident:.0f} |"
+        )
+        before = mark
 
 
 def run_trainer(model: str) -> list[Mark]:

@@ -105,11 +105,20 @@ async def measure(folder: str, options: argparse.Namespace, marks: Marks) -> dic
     marks.add("megarl's rollout server")
     spec = EngineSpec(
         name="engine0", model_path=folder, dtype="float32", max_model_len=PROMPT + options.tokens, seeded=not options.unseeded,
-        engine_args={"max_num_seqs": 256, "kv_cache_memory_bytes": 128 << 20, "max_num_batched_tokens": 8192},
+        engine_args={"max_num_seqs": 256, "kv_cache_memory_bytes": 128 << 20, "max_num_batched_tokens": 8192}
+        | ({"block_size": options.block} if options.block else {}),
     )  # fmt: skip
     server = RolloutServer("vllm", spec, folder, RewardConfig(), ["openai/gsm8k"], SandboxConfig())
+    import torch
+
+    torch.set_num_threads(1)
+    marks.add("torch")
+    from megarl.engines.vllm.compat import import_engine
+
+    import_engine()
+    marks.add("vLLM's imports")
     await server.start()
-    marks.add("vLLM, model and KV cache of 128 MiB")
+    marks.add("engine: model of 1 MiB, KV cache of 128 MiB, buffers, processes of scorers")
 
     async def sample(first: int, groups: int) -> list[Any]:
         wave = requests(first, groups, options.samples, options.tokens, not options.unseeded)
@@ -134,9 +143,11 @@ async def measure(folder: str, options: argparse.Namespace, marks: Marks) -> dic
     spent.wrap(backend, "admit", "engine thread: requests")
     spent.wrap(server.tokenizer, "decode", "detokenization")
     spent.wrap(server, "_group", "groups and vectors")
-    threads, begin, scorers = thread_seconds(), time.process_time(), children_seconds()
+    scorers, threads = children_seconds(), thread_seconds()
+    begin = time.process_time()
     groups = await sample(1000, options.groups)
-    after, process, scorers = thread_seconds(), time.process_time() - begin, children_seconds() - scorers
+    process = time.process_time() - begin
+    after, scorers = thread_seconds(), children_seconds() - scorers
     marks.add(f"after {options.groups * options.samples:,} requests")
     assert len(groups) == options.groups and not any(group.failures for group in groups), groups[0].failures
     seconds = spent.seconds
@@ -144,11 +155,14 @@ async def measure(folder: str, options: argparse.Namespace, marks: Marks) -> dic
         "whole": process + scorers,
         "vllm": seconds["vllm"],
         "libraries": after.get("other", 0.0) - threads.get("other", 0.0),
-        "conversion of outputs and requests": seconds["engine thread: steps"] + seconds["engine thread: requests"] - seconds["vllm"],
+        "conversion of outputs and requests": seconds["engine thread: steps"]
+        + seconds["engine thread: requests"]
+        - seconds["vllm"],
         "detokenization": seconds["detokenization"],
         "groups and vectors": seconds["groups and vectors"],
         "scorers' processes": scorers,
         "prefilled": prefilled[0] / (options.groups * PROMPT),
+        "block": backend._engine.vllm_config.cache_config.block_size,
     }
     await server.shutdown()
     return figures
@@ -159,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--groups", type=int, default=63)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=48, help="of each response")
+    parser.add_argument("--block", type=int, help="tokens of a block of the KV cache; vLLM's default on CPUs is 128")
     parser.add_argument("--unseeded", action="store_true", help="rollout.seeded: false")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -184,9 +199,13 @@ def _in_process(options: argparse.Namespace, arguments: list[str]) -> None:
     figures = result["figures"]
     whole, count = figures["whole"], options.groups * options.samples
     own = whole - figures["vllm"] - figures["libraries"]
-    prefilled = figures.pop("prefilled")
+    prefilled, block = figures.pop("prefilled"), int(figures.pop("block"))
     print(f"{own / whole:.1%} of the rollout process's CPU time is megarl's; load {os.getloadavg()[0]:.1f}\n")
-    print(f"{prefilled:.2f} prefills of a prompt for {options.samples} samples\n")
+    shared = (PROMPT - 1) // block * block / PROMPT  # whole blocks before the prompt's last token
+    least = 1 + (options.samples - 1) * (1 - shared)
+    print(
+        f"{prefilled:.2f} prefills of a prompt for {options.samples} samples; {least:.2f} with all blocks of {block} tokens shared\n"
+    )
     print(f"| share | part, {count:,} requests of {options.tokens} tokens | CPU s |\n|---|---|---|")
     named = sum(value for name, value in figures.items() if name != "whole")
     for name, value in {**figures, "the rest of megarl: threads, event loop": whole - named}.items():

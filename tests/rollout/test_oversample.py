@@ -179,7 +179,8 @@ def test_the_batches_of_a_run_do_not_depend_on_the_engines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("enabled", "oversample", "problem"), [(False, 2.0, "no group is filtered"), (True, 4.0, "3 times"), (True, 3.0, None)]
+    ("enabled", "oversample", "problem"),
+    [(False, 2.0, "no group is filtered"), (True, 4.0, "3 times"), (True, 3.0, None)],
 )
 def test_settings_without_effect_are_refused(enabled: bool, oversample: float, problem: str | None) -> None:
     recipe = Recipe()
