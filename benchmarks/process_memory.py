@@ -1,4 +1,4 @@
-"""What a trainer process holds in memory beyond its weights, by part.
+"""Memory of a trainer process beyond its weights, by part.
 
     python -m benchmarks.process_memory
 
@@ -30,7 +30,7 @@ class Marks:
         self.add("interpreter and the benchmark")
 
     def add(self, name: str) -> None:
-        """Note the memory now, as that of everything up to `name`."""
+        """Note the memory of everything up to `name`."""
         lines = (line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
         sizes = {parts[0].rstrip(":"): int(parts[1]) / 1024 for parts in lines}
         private = sizes["Private_Clean"] + sizes["Private_Dirty"]

@@ -1,6 +1,6 @@
-"""Which groups of a step's batch form each mini batch: `actor.mini_batch_order`. Pure functions.
+"""Assignment of the groups of a step to mini batches: `actor.mini_batch_order`. Pure functions.
 
-The choice depends on the batch alone and not on the layout of the trainers, so the loss does not either.
+It depends on the batch alone and not on the layout of the trainers, so the loss does not either.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def balanced(costs: np.ndarray, sizes: Sequence[int], mini_batches: int, seed: i
 
     `costs` [B]: of the samples; `sizes`: samples of each group. Ranks wait for the rank with the costliest sample of a mini batch.
     Where many samples are as costly, every rank has some of them, and none waits. `seed` permutes the mini batches, which would
-    otherwise go from short to long in every step. Their numbers of groups are those of `as_sampled`.
+    otherwise go from short to long in every step. Mini batches are as large as with `as_sampled`.
     """
     if mini_batches == 1:
         return as_sampled(len(sizes), 1)

@@ -1,4 +1,4 @@
-"""Which groups share a mini batch."""
+"""Assignment of groups to mini batches, by their order."""
 
 from __future__ import annotations
 
