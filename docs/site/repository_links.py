@@ -65,10 +65,13 @@ def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: F
 
 
 def on_post_page(output: str, *, page: Any, config: MkDocsConfig) -> str:
-    """Allow a line break after each dot of a long name in a table, which keeps the other columns in view.
+    """Name the language of Chinese pages, and allow a line break after each dot of a long name in a table.
 
-    This is the last hook, after the search has read the page: a name in it stays one word.
+    Browsers choose the shapes of Chinese characters by the language; without one they may be Japanese. The breaks keep the
+    other columns in view. This is the last hook, after the search has read the page: a name in it stays one word.
     """
+    if page.file.src_uri.endswith(".zh.md"):
+        output = output.replace('<html lang="en"', '<html lang="zh-CN"', 1)
     return LONG_NAME.sub(lambda match: match[0].replace(".", ".<wbr>"), output)
 
 

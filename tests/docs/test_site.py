@@ -97,6 +97,18 @@ def test_long_names_in_tables_may_break_and_are_one_word_in_the_search(site: Pat
     assert name in (site / "search" / "search_index.json").read_text(encoding="utf-8")
 
 
+def test_chinese_pages_name_their_language(site: Path) -> None:
+    """Browsers take the shapes of Chinese characters from it."""
+    languages = {
+        page: re.findall(r"<html lang=\"([^\"]+)", (site / page).with_suffix(".html").read_text(encoding="utf-8"))
+        for page in NAVIGATION
+    }
+    assert {page for page, found in languages.items() if found == ["zh-CN"]} == {
+        page for page in NAVIGATION if page.endswith(".zh.md")
+    }
+    assert {found for [found] in languages.values()} == {"en", "zh-CN"}
+
+
 def test_pages_read_nothing_from_a_network(site: Path) -> None:
     """Links to other sites are for readers; scripts, styles, fonts and pictures are the site's."""
     for path in site.rglob("*.html"):

@@ -100,10 +100,9 @@ def test_the_planners_bytes_equal_the_ranks(request: pytest.FixtureRequest, resu
 
 
 @pytest.mark.slow
-def test_the_planners_slices_equal_the_ranks(request: pytest.FixtureRequest, results: Path, tmp_path: Path) -> None:
+def test_the_planners_slices_equal_the_ranks(request: pytest.FixtureRequest, results: Path) -> None:
     """The planner's slice table of each rank equals the rank's, which the rank has checked against mbridge's export."""
-    for case in selected(request, [*PARITY, *OPTIONS]):
-        holdings_check.check_planned(results, case, tmp_path / case["name"])
+    holdings_check.check_planned(results, selected(request, [*PARITY, *OPTIONS]))
 
 
 @cases(PARITY, OPTIONS)

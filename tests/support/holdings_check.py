@@ -45,15 +45,16 @@ def check(trainer: Any, exported: dict[str, torch.Tensor], record: Path) -> None
     assert np.bincount(plan.sources, plan.stream_bytes, len(tables)).sum() == need.nbytes
 
 
-def check_planned(results: Path, case: dict[str, Any], directory: Path) -> None:
-    """Assert that the planner computes every rank's slice table without its memory or the other ranks."""
+def check_planned(results: Path, cases: list[dict[str, Any]]) -> None:
+    """Assert for each case that the planner computes every rank's slice table without its memory or the other ranks."""
     from megarl.commands.plan.count.rank_client import RankClient
     from megarl.commands.plan.count.stages import held_slices
 
-    recorded = json.loads((results / f"{case['name']}.holdings.json").read_text())
     with RankClient() as client:
-        planned = held_slices(held_ranks.recipe_of(case, results, len(recorded)), client)
-    assert [description.digest for description in planned] == recorded, case["name"]
+        for case in cases:
+            recorded = json.loads((results / f"{case['name']}.holdings.json").read_text())
+            planned = held_slices(held_ranks.recipe_of(case, results, len(recorded)), client)
+            assert [description.digest for description in planned] == recorded, case["name"]
 
 
 def whole_model(exported: dict[str, torch.Tensor]) -> SliceTable:

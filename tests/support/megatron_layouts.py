@@ -86,7 +86,7 @@ mixtral             ci   slow  slow  slow  slow      slow  slow  slow  slow     
 minimax_m2          ci   slow  ci    slow  slow      slow  slow  slow  slow      -        -        slow         slow
 olmoe               ci   slow  slow  slow  slow      slow  slow  slow  slow      -        -        slow         slow
 glm4_moe_lite       ci   slow  slow  slow  slow      slow  slow  slow  slow      -        -        slow         slow
-kimi_k2             ci   slow  slow  slow  slow      slow  slow  slow  -         -        -        slow         slow
+kimi_k2             ci   slow  slow  slow  slow      slow  slow  slow  slow      -        -        slow         slow
 qwen3_next          ci   slow  ci    ci    slow      ci    slow  slow  slow      -        -        slow         slow
 glm4_moe_plain      ci   -     -     -     -         -     -     -     -         -        -        -            -
 qwen3_5_text        ci   -     ci    slow  -         slow  -     -     -         -        -        -            -
@@ -97,7 +97,7 @@ gpt_oss             ci   slow  ci    slow  slow      ci    ci    -     -        
 gemma3_text         ci   slow  ci    ci    slow      ci    -     -     -         slow     slow     -            -
 gemma3              ci   -     slow  slow  -         slow  -     -     -         -        -        -            -
 deepseek_v32        ci   slow  slow  slow  slow      ci    slow  slow  slow      -        -        slow         slow
-glm_moe_dsa         ci   -     ci    slow  -         slow  slow  -     -         -        -        slow         slow
+glm_moe_dsa         ci   slow  ci    slow  slow      slow  slow  slow  slow      -        -        slow         slow
 ernie4_5_moe        ci   slow  slow  ci    slow      ci    slow  slow  slow      -        -        ci           slow
 ernie4_5_moe_plain  ci   -     -     -     -         -     -     -     -         -        -        -            -
 """

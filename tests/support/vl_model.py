@@ -114,13 +114,20 @@ def has_timestamps(name: str) -> bool:
     return name.startswith("qwen3")
 
 
-def write_vl_model(path: Path, name: str = "vl") -> Path:
-    """Save a model of `VL_MODELS` at `path`; its weights are the same every time."""
+def write_vl_model(path: Path, name: str = "vl", *, vocabulary: int = 0, **ids: int) -> Path:
+    """Save a model of `VL_MODELS` at `path`; its weights are the same every time.
+
+    vocabulary: another number of tokens; `ids` are those of its special tokens, by their fields in config.json.
+    """
     import transformers
     from safetensors.torch import load_file, save_file
 
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(VL_MODELS[name]())
+    made = VL_MODELS[name]()
+    made.text_config.vocab_size = vocabulary or made.text_config.vocab_size
+    for field, token in ids.items():
+        setattr(made.text_config if field in ("eos_token_id", "bos_token_id") else made, field, token)
+    model = transformers.AutoModelForImageTextToText.from_config(made)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -20,6 +20,9 @@ BASH = shutil.which("bash")
 LAUNCH = Path(ROOT, "launch")
 # Field names, types and required fields of KubeRay 1.7.0's RayJob, limited to those in launch/kuberay.yaml.
 RAYJOB = json.loads(Path(ROOT, "tests/fixtures/kuberay/rayjob_v1.json").read_text())
+RAYJOBS = ["kuberay.yaml", "kuberay_cuda.yaml"]
+PLUGIN = {"npu": "huawei.com/Ascend910", "cuda": "nvidia.com/gpu"}  # a device plugin's name of the devices
+RESOURCE = {"npu": "NPU", "cuda": "GPU"}  # Ray's
 
 # Like Slurm's srun: one process per node with its rank; forwards signals and returns the first nonzero status.
 SRUN = """#!/usr/bin/env bash
@@ -159,16 +162,18 @@ def nodes_and_devices(recipe):
     return int(nodes), int(devices)
 
 
-def test_the_rayjob_has_only_fields_of_kuberay():
-    (job,) = manifest("kuberay.yaml")
+@pytest.mark.parametrize("name", RAYJOBS)
+def test_the_rayjob_has_only_fields_of_kuberay(name):
+    (job,) = manifest(name)
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert problems(job["spec"], RAYJOB) == []
     wrong = job["spec"] | {"ttl": 1, "backoffLimit": "0"}
     assert problems(wrong, RAYJOB) == ["spec.ttl is not a field", "spec.backoffLimit is a integer"]
 
 
-def test_the_rayjob_is_self_contained():
-    (job,) = manifest("kuberay.yaml")
+@pytest.mark.parametrize("name", RAYJOBS)
+def test_the_rayjob_is_self_contained(name):
+    (job,) = manifest(name)
     cluster = job["spec"]["rayClusterSpec"]
     assert f"ray == {cluster['rayVersion']}" in Path(ROOT, "setup.cfg").read_text()
     assert cluster["authOptions"] == {"mode": "token"}
@@ -178,24 +183,41 @@ def test_the_rayjob_is_self_contained():
     assert 1 + workers["replicas"] == 1 + workers["minReplicas"] == nodes
     assert load_recipe(recipe, []).cluster.trainers == nodes * devices
     for group in (cluster["headGroupSpec"], workers):
-        assert json.loads(json.loads(group["rayStartParams"]["resources"])) == {"NPU": devices}
+        assert devices_of_ray(group["rayStartParams"]) == {RESOURCE[device_of(name)]: devices}
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
-        check_pod(group["template"]["spec"], devices)
+        check_pod(group["template"]["spec"], devices, device_of(name))
         assert group["rayStartParams"]["num-cpus"] == group["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"]  # fmt: skip
 
 
-def check_pod(pod, devices):
+def device_of(name):
+    return "cuda" if "cuda" in name else "npu"
+
+
+def devices_of_ray(parameters):
+    """Devices that `ray start` is told of. Ray 2.60 has an option for GPUs, and takes NPUs as a resource of that name."""
+    if "num-gpus" in parameters:
+        return {"GPU": int(parameters["num-gpus"])}
+    return json.loads(json.loads(parameters["resources"]))
+
+
+def check_pod(pod, devices, device):
     (container,) = pod["containers"]
+    assert container["image"].startswith(f"megarl-{device}:")
     for amounts in (container["resources"]["limits"], container["resources"]["requests"]):
-        assert amounts["huawei.com/Ascend910"] == devices
+        others = [amount for resource, amount in amounts.items() if resource not in ("cpu", "memory")]
+        assert amounts[PLUGIN[device]] == devices and others == [devices]
+    network = {entry["name"] for entry in container["env"] if entry["name"].endswith("_SOCKET_IFNAME")}
+    assert network == {"npu": {"HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"}, "cuda": {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}}[device]  # fmt: skip
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
     assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-    assert {"/dev/shm", "/usr/local/Ascend/driver"} <= {mount["mountPath"] for mount in container["volumeMounts"]}
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert "/dev/shm" in mounts and ("/usr/local/Ascend/driver" in mounts) == (device == "npu")
 
 
-def test_the_plain_job_gives_each_pod_its_node_rank():
-    service, job = manifest("kubernetes.yaml")
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "kubernetes_cuda.yaml"])
+def test_the_plain_job_gives_each_pod_its_node_rank(name):
+    service, job = manifest(name)
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     environ = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"] if "value" in entry}
     topology = read_topology(environ | {"JOB_COMPLETION_INDEX": "3", "MEGARL_NODE_IP": "10.0.0.3"})
@@ -206,10 +228,12 @@ def test_the_plain_job_gives_each_pod_its_node_rank():
     assert topology.master == f"{job['metadata']['name']}-0.{pod['subdomain']}"
     assert (service["metadata"]["name"], service["spec"]["clusterIP"]) == (pod["subdomain"], "None")
     assert service["spec"]["selector"] == spec["template"]["metadata"]["labels"]
-    check_pod(pod, topology.devices_per_node)
+    assert load_recipe(recipe, []).cluster.device == device_of(name)
+    check_pod(pod, topology.devices_per_node, device_of(name))
 
 
-def test_the_rayjob_passes_kuberays_schema():
+@pytest.mark.parametrize("name", RAYJOBS)
+def test_the_rayjob_passes_kuberays_schema(name):
     """The schema is checked strictly: the API server drops unknown fields, and the job would run without them."""
     import jsonschema
 
@@ -218,7 +242,7 @@ def test_the_rayjob_passes_kuberays_schema():
     crd = yaml.safe_load(Path(os.environ["MEGARL_KUBERAY_CRD"]).read_text())
     schema = next(entry for entry in crd["spec"]["versions"] if entry["name"] == "v1")["schema"]["openAPIV3Schema"]
     closed(schema["properties"]["spec"])
-    errors = jsonschema.Draft7Validator(schema).iter_errors(manifest("kuberay.yaml")[0])
+    errors = jsonschema.Draft7Validator(schema).iter_errors(manifest(name)[0])
     assert [f"{list(error.path)}: {error.message}" for error in errors] == []
 
 

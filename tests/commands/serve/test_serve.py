@@ -29,12 +29,11 @@ PROTOBUF = "application/x-protobuf"
 class Client:
     """The calls of a training loop, without the published client."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, rank: int = 0) -> None:
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1/", headers={"x-api-key": KEY}, timeout=120)
         self.session = self.post("create_session")["session_id"]
         self.model, self.calls = f"{self.session}:train:0", 0
-        config = {"rank": 0}
-        body = {"session_id": self.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": config}
+        body = {"session_id": self.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": rank}}
         self.fetch(self.post("create_model", **body))
 
     def post(self, operation: str, **body: Any) -> dict[str, Any]:
@@ -76,11 +75,11 @@ class Client:
 class Server:
     """The command, with its output in a file."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, model: Path, folder: Path, *settings: str) -> None:
         self.log = folder / "serve.log"
         arguments = command(
             "serve", "recipes/quickstart.yaml", f"model.path={model}", f"runs_dir={folder}", "name=served",
-            "data.max_prompt_length=64", "--name", "tiny", "--port", "0",
+            "data.max_prompt_length=64", *settings, "--name", "tiny", "--port", "0",
         )  # fmt: skip
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -95,9 +94,15 @@ class Server:
         return int(text.split("TINKER_BASE_URL=http://127.0.0.1:")[1].split()[0])
 
 
-@pytest.fixture(scope="module")
-def server(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(quickstart_data / "model", tmp_path_factory.mktemp("serve"))
+@pytest.fixture(params=[0, pytest.param(8, marks=pytest.mark.slow)], ids=["all-weights", "adapters"])
+def rank(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def server(quickstart_data: Path, tmp_path: Path, rank: int) -> Iterator[Server]:
+    adapters = [f"lora.rank={rank}", "lora.alpha=16"] if rank else []
+    server = Server(quickstart_data / "model", tmp_path, *adapters)
     yield server
     if server.process.poll() is None:
         server.process.kill()
@@ -105,9 +110,9 @@ def server(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.mark.stack
-def test_a_loop_over_http_learns_and_ctrl_c_ends_every_process(server: Server) -> None:
+def test_a_loop_over_http_learns_and_ctrl_c_ends_every_process(server: Server, rank: int) -> None:
     """Two data-parallel trainers over Ray, and an engine. The engine's log-probs equal the trainers'."""
-    client = Client(server.port())
+    client = Client(server.port(), rank)
     first, start = client.run_pass(forward_only=True)
     for _ in range(8):
         loss, _ = client.run_pass()
@@ -129,7 +134,7 @@ def test_a_loop_over_http_learns_and_ctrl_c_ends_every_process(server: Server) -
     client.train("load_weights", path=path, optimizer=True)
     assert client.run_pass(forward_only=True)[1] == pytest.approx(log_probs, abs=1e-6)
     client.post(f"sessions/{client.session}/finish")
-    assert Client(server.port()).run_pass(forward_only=True)[1] == pytest.approx(start, abs=1e-6), "not the start"
+    assert Client(server.port(), rank).run_pass(forward_only=True)[1] == pytest.approx(start, abs=1e-6), "not the start"
     _check_ctrl_c(server)
 
 

@@ -31,6 +31,9 @@ def held(trainer: Trainer) -> RankMemory:
         moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     moments_bytes = _bytes(_storages(moments))
     share = moments_bytes // _MOMENT_BYTES * trainer.model.dtype.itemsize  # weights of the parameters with moments
+    if trainer.model.lora is None:  # of adapters' model, a checkpoint has the adapters alone
+        frozen = [p.data for chunk in chunks for p in chunk.parameters() if not p.requires_grad]
+        share += _bytes(_storages(frozen))
     own_masters = {key: storage for key, storage in _storages(masters).items() if key not in weights}
     refreshed = isinstance(trainer, PolicyTrainer) and trainer.recipe.algorithm.refresh_reference_every > 0
     reference = reference_sizes(trainer.model, refreshed=refreshed) if isinstance(trainer, PolicyTrainer) else []
