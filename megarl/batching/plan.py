@@ -19,6 +19,7 @@ from megarl.batching.packing import Plan, expand, offsets, plan_micro_batches
 from megarl.batching.padding import plan_padded_micro_batches
 from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.schema import Recipe
+from megarl.recipe.trainers import ActorConfig
 from megarl.types import Group, Metrics, Sample, Shard, ShardSample, Steps
 
 
@@ -52,7 +53,7 @@ def plan_step(
     step_advantages = _step_advantages(outcomes, recipe.algorithm, samples)
     firsts = offsets([len(group.samples) for group in groups])
     lengths, costs = _lengths_and_costs(samples, model_flops)
-    mini_batches = _mini_batches(groups, costs, recipe)
+    mini_batches = _mini_batches(groups, costs, recipe.actor)
     members = [np.concatenate([np.arange(firsts[index], firsts[index + 1]) for index in part]) for part in mini_batches]
     loss_weights = np.zeros(len(samples))
     for part in members:
@@ -80,12 +81,12 @@ def plan_step(
     return StepPlan(shards, metrics, outcomes, float(costs.sum()), float(update.sum()) * recipe.actor.epochs)
 
 
-def _mini_batches(groups: Sequence[Group], costs: np.ndarray, recipe: Recipe) -> list[np.ndarray]:
+def _mini_batches(groups: Sequence[Group], costs: np.ndarray, actor: ActorConfig) -> list[np.ndarray]:
     """Return the indices of the groups of each mini batch. costs [B]: of the samples."""
-    if recipe.actor.mini_batch_order == "as_sampled" or not groups:
-        return as_sampled(len(groups), recipe.actor.mini_batches)
+    if actor.mini_batch_order == "as_sampled" or not groups:
+        return as_sampled(len(groups), actor.mini_batches)
     sizes = [len(group.samples) for group in groups]
-    return balanced(costs, sizes, recipe.actor.mini_batches, seed=groups[0].number)
+    return balanced(costs, sizes, actor.mini_batches, seed=groups[0].number)
 
 
 def held_out_weights(loss_tokens: np.ndarray, recipe: Recipe) -> np.ndarray:

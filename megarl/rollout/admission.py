@@ -13,8 +13,8 @@ order. Groups are never dropped, so batches are not biased towards short respons
 batch closes with fewer groups.
 
 With over-sampling by a factor f, ceil(f places) groups start with each version where the capacity above has `places`, so that filtered
-groups need no replacement that starts late. Until the next version more start only if the batch of the newest weights would stay
-short. The number of started groups depends on which groups are filtered, not on the order in which they
+groups need no replacement that starts late. If an update waits for running groups, more start until then only if the batch of the
+newest weights would stay short. The number of started groups depends on which groups are filtered, not on the order in which they
 finish. Batches stay in admission order. If fewer groups are filtered, the surplus enters the next batches, or is left out and
 counted (`unused`) where it would exceed the largest lag.
 """
@@ -70,6 +70,7 @@ class Admission:
         batches: int | None = None,
         window: int = 1,
         oversample: float = 1.0,
+        drains: bool = True,
     ):
         assert oversample == 1.0 or max_attempts is not None, "only filtered groups need over-sampling"
         self.prompts_per_step = prompts_per_step
@@ -79,6 +80,7 @@ class Admission:
         self.batches = batches  # batches of the whole run; None: unlimited
         self.window = window
         self.oversample = oversample  # groups that start for each place
+        self.drains = drains  # an update of the weights waits for running groups; only read with over-sampling
         self.unused = UnusedGroups()  # since the last `take_unused`
         self._begun: int | None = None  # the newest version when groups started last
         self.state = AdmissionState()
@@ -105,7 +107,7 @@ class Admission:
         if self.oversample == 1.0:
             return self._places(last_batch, extra)[0]
         places, tries = self._places(last_batch, extra)
-        if self._begun == self.version:  # later starts would delay the next version
+        if self.drains and self._begun == self.version:  # later starts would delay the next version
             places = min(places, self._places(min(self.version, last_batch), 0)[0])
         return max(0, min(math.ceil(self.oversample * places - 1e-9), tries))
 

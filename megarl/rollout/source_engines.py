@@ -82,6 +82,7 @@ class EnginesSource:
             batches=recipe.train.steps,
             window=window_groups(recipe),
             oversample=dynamic.oversample if dynamic.enabled else 1.0,
+            drains=update_rule(recipe) == "drain",
         )
         self._failed_share = FailedShare(recipe.reward.max_failed_share, recipe.data.prompts_per_step)
         self._change = threading.Condition()

@@ -87,6 +87,11 @@ def test_groups_of_later_batches_are_not_replaced_before_the_next_version() -> N
     for number in short.start(short.capacity()):
         short.finish(group(number, 0), number < 2)
     assert short.capacity() == 3  # two places of the first batch
+    ahead = Admission(4, 1, 10, continuous=True, oversample=1.5, drains=False)
+    ahead.version = 0
+    for number in ahead.start(ahead.capacity()):
+        ahead.finish(group(number, 0), number < 5)
+    assert ahead.capacity() == 5  # three places of the second batch: running groups delay no update
 
 
 def test_tries_stay_within_their_limit() -> None:
@@ -141,7 +146,7 @@ def test_the_lag_keeps_its_bound_while_weights_change_under_running_groups(
     seed: int, window: int, staleness: float, oversample: float
 ) -> None:
     order, prompts = random.Random(seed), 3
-    admission = Admission(prompts, staleness, 8, continuous=True, window=window, oversample=oversample)
+    admission = Admission(prompts, staleness, 8, continuous=True, window=window, oversample=oversample, drains=False)
     running: list[tuple[int, int]] = []
     seen: dict[int, int] = {}
     unused = 0
