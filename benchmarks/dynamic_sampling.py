@@ -186,6 +186,7 @@ def simulate(
         source.admit(version)
         until(clock, services, source._has_batch)
         batch = source.take(prompts)
+        assert case.max_staleness or not source.admission.running, "engines on the trainers' devices sleep now"
         if drains:
             until(clock, services, source.admission.idle)
         source.drain()

@@ -39,8 +39,8 @@ def by_rows(variable: Tensor, constant: Tensor, loss: RowLoss) -> Tensor:
             return losses
 
         @staticmethod
-        def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        def backward(context: Any, gradient: Tensor) -> Tensor:
             (slopes,) = context.saved_tensors
             return slopes * gradient[:, None]
 
-    return RowLosses.apply(variable)  # type: ignore[no-any-return, no-untyped-call]
+    return RowLosses.apply(variable)
