@@ -1,6 +1,7 @@
 """Fill, balance and planning time of micro batches, compared with methods in common use.
 
-    python benchmarks/packing.py [--samples 100000] [--ranks 64]
+    python -m benchmarks.packing [--samples 100000] [--ranks 64]
+    python -m benchmarks.packing --mini-batches [--ranks 64]
 
 Figures are ratios, except the seconds of the whole plan; see benchmarks/README.md.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
+import os
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from megarl.batching.flops import ModelFlops, model_flops
+from megarl.batching.mini_batches import as_sampled, balanced
 from megarl.batching.packing import Bins, imbalance, plan_micro_batches, share
 
 QWEN3_30B_A3B = model_flops(
@@ -143,10 +147,69 @@ def compare_methods(flops: ModelFlops, samples: int = 2048, ranks: int = 8) -> N
         print(f"| {name} | {cap} | {limit} | {' | '.join(cells)} |")
 
 
+def siblings(groups: int, samples: int, seed: int) -> np.ndarray:
+    """Draw log-normal lengths with mean 2,000, at most 20,000 tokens: int64 [groups, samples]. Half of the variance of the
+    logarithm (1) is between groups."""
+    rng, half = np.random.default_rng(seed), np.sqrt(0.5)
+    logarithms = half * (rng.standard_normal((groups, 1)) + rng.standard_normal((groups, samples)))
+    lengths = np.exp(logarithms)
+    for _ in range(20):  # until the mean after the cut is 2,000
+        lengths *= 2000 / np.minimum(lengths, 20_000).mean()
+    return np.clip(lengths, 1, 20_000).astype(np.int64)
+
+
+def over_ideal(
+    parts: list[np.ndarray], lengths: np.ndarray, flops: ModelFlops, ranks: int, limit: int
+) -> tuple[float, float, float]:
+    """Return figures of an update, each over the ideal of even ranks: FLOPs of the rank that a mini batch waits for; the same if
+    ranks wait for each other after each micro batch; the lower bound that the costliest sample of each mini batch sets."""
+    waits = rounds = bound = ideal = 0.0
+    for part in parts:
+        tokens = lengths[part].ravel()
+        costs = flops.of(tokens)
+        plan = plan_micro_batches(tokens, ranks, limit, 1, costs)
+        loads = np.array([[sum(costs[slot.sample] for slot in batch) for batch in rank] for rank in plan])
+        waits, rounds = waits + loads.sum(1).max(), rounds + loads.max(0).sum()
+        bound += max(costs.max(), costs.sum() / ranks)
+        ideal += costs.sum() / ranks
+    return waits / ideal, rounds / ideal, bound / ideal
+
+
+def token_weights(parts: list[np.ndarray], lengths: np.ndarray) -> tuple[float, float]:
+    """Return the smallest and largest weight of a token in the step with `token_mean`, over the mean weight of a token."""
+    weights = np.array([1.0 / lengths[part].sum() for part in parts]) * lengths.sum() / len(parts)
+    return float(weights.min()), float(weights.max())
+
+
+def mini_batch_orders(ranks: int, flops: ModelFlops, groups: int = 512, samples: int = 16, limit: int = 32_768) -> None:
+    print(f"{groups} groups of {samples} over {ranks} ranks, medians of three seeds, load {os.getloadavg()[0]:.1f}\n")
+    print(
+        "| update / ideal | mini batches | order | waits after each micro batch | bound of the longest sample | weight of a token |"
+    )
+    print("|---|---|---|---|---|---|")
+    for count in (1, 4, 16):
+        for order in ("as_sampled", "balanced"):
+            figures = []
+            for seed in range(3):
+                lengths = siblings(groups, samples, seed)
+                costs, sizes = flops.of(lengths.ravel()), [samples] * groups
+                parts = as_sampled(groups, count) if order == "as_sampled" else balanced(costs, sizes, count, seed)
+                figures.append((*over_ideal(parts, lengths, flops, ranks, limit), *token_weights(parts, lengths)))
+            waits, rounds, bound, least, most = (statistics.median(column) for column in zip(*figures, strict=True))
+            print(
+                f"| {waits:.3f} | {count} | {order} | {rounds:.3f} | {bound:.3f} | {least:.2f} to {most:.2f} |",
+                flush=True,
+            )
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mini-batches", action="store_true", help="compare orders of mini batches instead")
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--ranks", type=int, default=64)
     arguments = parser.parse_args()
-    at_scale(arguments.samples, arguments.ranks, QWEN3_30B_A3B)
-    compare_methods(QWEN3_30B_A3B)
+    if arguments.mini_batches:
+        mini_batch_orders(arguments.ranks, QWEN3_30B_A3B)
+    else:
+        at_scale(arguments.samples, arguments.ranks, QWEN3_30B_A3B)
+        compare_methods(QWEN3_30B_A3B)

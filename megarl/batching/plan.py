@@ -14,10 +14,12 @@ from megarl.algorithms.shaping import counts_in_loss, group_numbers, reward_part
 from megarl.batching.flops import ModelFlops
 from megarl.batching.limits import token_limit
 from megarl.batching.metrics import PackingMetrics, length_metrics, mean_max_min, reward_metrics
-from megarl.batching.packing import Plan, expand, offsets, plan_micro_batches, split_evenly
+from megarl.batching.mini_batches import as_sampled, balanced
+from megarl.batching.packing import Plan, expand, offsets, plan_micro_batches
 from megarl.batching.padding import plan_padded_micro_batches
 from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.schema import Recipe
+from megarl.recipe.trainers import ActorConfig
 from megarl.types import Group, Metrics, Sample, Shard, ShardSample, Steps
 
 
@@ -41,7 +43,7 @@ def plan_step(
 ) -> StepPlan:
     """Lay out one batch over `data_parallel` ranks.
 
-    Mini batches are runs of whole groups in admission order. All normalizers are counted here, over a whole mini batch,
+    Mini batches are whole groups, chosen by `actor.mini_batch_order`. All normalizers are counted here, over a whole mini batch,
     before it is split. Micro batches are balanced by FLOPs, or by tokens if `model_flops` is None. Raises ValueError if
     the batch lacks greedy samples, step rewards or reward parts that the advantage estimator needs.
     """
@@ -50,20 +52,23 @@ def plan_step(
     estimates = _estimates(outcomes, recipe.algorithm)
     step_advantages = _step_advantages(outcomes, recipe.algorithm, samples)
     firsts = offsets([len(group.samples) for group in groups])
-    mini_batches = split_evenly(len(groups), recipe.actor.mini_batches)
-    members = [range(firsts[run.start], firsts[run.stop]) for run in mini_batches]
+    lengths, costs = _lengths_and_costs(samples, model_flops)
+    mini_batches = _mini_batches(groups, costs, recipe.actor)
+    members = [np.concatenate([np.arange(firsts[index], firsts[index + 1]) for index in part]) for part in mini_batches]
+    loss_weights = np.zeros(len(samples))
+    for part in members:
+        loss_weights[part] = _loss_weights(outcomes, part, recipe)
     weighted = _WeightedSamples(
         samples,
         group_indices=_group_indices(outcomes.groups),
         advantages=np.zeros(len(samples)) if estimates is None else estimates,
         step_advantages=step_advantages,
         loss_tokens=outcomes.loss_tokens,
-        loss_weights=np.concatenate([_loss_weights(outcomes, part, recipe) for part in members]),
+        loss_weights=loss_weights,
     )
-    lengths, costs = _lengths_and_costs(samples, model_flops)
     shards, packing = _empty_shards(data_parallel), PackingMetrics()
-    for run, part in zip(mini_batches, members, strict=True):
-        sizes = _bundle_sizes(groups[run.start : run.stop], recipe.algorithm)
+    for indices, part in zip(mini_batches, members, strict=True):
+        sizes = _bundle_sizes([groups[index] for index in indices], recipe.algorithm)
         plan = plan_mini_batch(lengths[part], costs[part], sizes, recipe, data_parallel, micro_batches_multiple_of)
         packing.add(plan, lengths[part], costs[part], token_limit(recipe))
         _add_mini_batch(shards, plan, int(outcomes.loss_tokens[part].sum()), weighted, part)
@@ -74,6 +79,14 @@ def plan_step(
         return StepPlan(shards, metrics, outcomes, 0.0, 0.0)
     update = model_flops.of_update(lengths, frozen=recipe.lora.rank > 0)
     return StepPlan(shards, metrics, outcomes, float(costs.sum()), float(update.sum()) * recipe.actor.epochs)
+
+
+def _mini_batches(groups: Sequence[Group], costs: np.ndarray, actor: ActorConfig) -> list[np.ndarray]:
+    """Return the indices of the groups of each mini batch. costs [B]: of the samples."""
+    if actor.mini_batch_order == "as_sampled" or not groups:
+        return as_sampled(len(groups), actor.mini_batches)
+    sizes = [len(group.samples) for group in groups]
+    return balanced(costs, sizes, actor.mini_batches, seed=groups[0].number)
 
 
 def held_out_weights(loss_tokens: np.ndarray, recipe: Recipe) -> np.ndarray:
@@ -112,7 +125,7 @@ def plan_held_out(
         loss_weights=weights,
     )
     shards = _empty_shards(data_parallel)
-    _add_mini_batch(shards, plan, loss_tokens, weighted, range(len(samples)))
+    _add_mini_batch(shards, plan, loss_tokens, weighted, np.arange(len(samples)))
     return shards
 
 
@@ -170,7 +183,7 @@ def _outcome_metrics(
     return metrics
 
 
-def _loss_weights(outcomes: Outcomes, members: range, recipe: Recipe) -> np.ndarray:
+def _loss_weights(outcomes: Outcomes, members: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return the weight of each sample's tokens in the loss of a mini batch with samples `members`."""
     aggregation = AGGREGATIONS[recipe.algorithm.aggregation]
     divisor = recipe.algorithm.aggregation_divisor or recipe.rollout.max_response_length
@@ -286,7 +299,7 @@ class _WeightedSamples:
 
 
 def _add_mini_batch(
-    shards: Sequence[Shard], plan: Plan, loss_tokens: int, weighted: _WeightedSamples, members: range
+    shards: Sequence[Shard], plan: Plan, loss_tokens: int, weighted: _WeightedSamples, members: np.ndarray
 ) -> None:
     """Append the micro batches of `plan` to each shard.
 
@@ -298,7 +311,7 @@ def _add_mini_batch(
         for micro_batch in micro_batches:
             first = len(shard.samples)
             shard.samples.extend(
-                weighted.shard_sample(members[slot.sample], filler=slot.filler) for slot in micro_batch
+                weighted.shard_sample(int(members[slot.sample]), filler=slot.filler) for slot in micro_batch
             )
             shard.mini_batches[-1].append(list(range(first, len(shard.samples))))
 

@@ -22,6 +22,11 @@ class DynamicSamplingConfig:
         "Limit on sampling per step, in batches: at most this many times `data.prompts_per_step` prompts.",
         at_least=1,
     )
+    oversample: float = key(
+        1.0,
+        "Groups that start for each group that a step still needs: 2.2 if about half of the groups are filtered, so that no step waits for replacements. Surplus groups enter the next batches; where that exceeds the largest lag, as with `rollout.max_staleness: 0`, they are left out (`rollout/groups_unused`).",
+        at_least=1,
+    )
     when_exhausted: Literal["smaller", "fail"] = key(
         "smaller",
         "At the limit: train on the groups that passed (`rollout/groups_missing` counts the missing ones), or stop the run.",

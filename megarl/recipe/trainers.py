@@ -161,6 +161,10 @@ class ActorConfig:
         "Parts into which the groups of a step's batch are split, each with an optimizer step.",
         at_least=1,
     )
+    mini_batch_order: Literal["as_sampled", "balanced"] = key(
+        "as_sampled",
+        "Groups of a mini batch. as_sampled: in admission order. balanced: groups with similarly long samples together, so that ranks do not wait for one long sample. The critic's mini batches follow it too.",
+    )
     epochs: int = key(
         1,
         "Passes over the batch of a step, each with an optimizer step per mini batch. Advantages and old log-probs are computed once, before the first pass.",

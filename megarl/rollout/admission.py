@@ -11,6 +11,12 @@ have overtaken the oldest one, with the window W. So at most W - 1 later groups 
 of at most ceil(S) + ceil((W - 1) / P) versions after the one that it started with. With W = 1 groups enter batches in admission
 order. Groups are never dropped, so batches are not biased towards short responses. After `max_attempts` times P tried groups, a
 batch closes with fewer groups.
+
+With over-sampling by a factor f, ceil(f places) groups start with each version where the capacity above has `places`, so that filtered
+groups need no replacement that starts late. If an update waits for running groups, more start until then only if the batch of the
+newest weights would stay short. The number of started groups depends on which groups are filtered, not on the order in which they
+finish. Batches stay in admission order. If fewer groups are filtered, the surplus enters the next batches, or is left out and
+counted (`unused`) where it would exceed the largest lag.
 """
 
 from __future__ import annotations
@@ -30,6 +36,14 @@ class AdmissionState:
 
     admitted: int = 0  # started groups: also the next group's number and the data cursor
     closed: int = 0  # closed batches
+
+
+@dataclass
+class UnusedGroups:
+    """Finished groups of over-sampling that no batch takes."""
+
+    groups: int = 0
+    tokens: int = 0  # prompts included
 
 
 @dataclass
@@ -55,13 +69,20 @@ class Admission:
         continuous: bool,
         batches: int | None = None,
         window: int = 1,
+        oversample: float = 1.0,
+        drains: bool = True,
     ):
+        assert oversample == 1.0 or max_attempts is not None, "only filtered groups need over-sampling"
         self.prompts_per_step = prompts_per_step
         self.max_staleness = max_staleness
         self.max_attempts = max_attempts  # None: no filter and no limit
         self.continuous = continuous
         self.batches = batches  # batches of the whole run; None: unlimited
         self.window = window
+        self.oversample = oversample  # groups that start for each place
+        self.drains = drains  # an update of the weights waits for running groups; only read with over-sampling
+        self.unused = UnusedGroups()  # since the last `take_unused`
+        self._begun: int | None = None  # the newest version when groups started last
         self.state = AdmissionState()
         self.version: int | None = None  # of the engines' weights; None: no group may start
         self.running = 0
@@ -79,14 +100,26 @@ class Admission:
         if self.version is None or (self.running and not self.continuous):
             return 0
         version = self.version if version is None else version
-        batch, accepted, tried = self._position()
         whole = math.floor(self.max_staleness)
         last_batch, extra = version + whole, whole_number((self.max_staleness - whole) * self.prompts_per_step)
         if self.batches is not None and last_batch >= self.batches - 1:
             last_batch, extra = self.batches - 1, 0
+        if self.oversample == 1.0:
+            return self._places(last_batch, extra)[0]
+        places, tries = self._places(last_batch, extra)
+        if self.drains and self._begun == self.version:  # later starts would delay the next version
+            places = min(places, self._places(min(self.version, last_batch), 0)[0])
+        return max(0, min(math.ceil(self.oversample * places - 1e-9), tries))
+
+    def _places(self, last_batch: int, extra: int) -> tuple[int, int]:
+        """Return the free places until the end of `last_batch`, and of the first `extra` groups of the batch after it, and the groups
+        that may be tried for them."""
+        batch, accepted, tried = self._position()
+        attempts = self.max_attempts or 1
+        tries = max(0, ((last_batch - batch + 1) * self.prompts_per_step + extra) * attempts - tried)
         if batch > last_batch:  # of the batch after the last, only `extra` groups may start
-            return max(0, self._places_left(accepted, tried, extra)) if batch == last_batch + 1 else 0
-        return self._places_left(accepted, tried) + (last_batch - batch) * self.prompts_per_step + extra
+            return max(0, self._places_left(accepted, tried, extra)) if batch == last_batch + 1 else 0, tries
+        return self._places_left(accepted, tried) + (last_batch - batch) * self.prompts_per_step + extra, tries
 
     def _position(self) -> tuple[int, int, int]:
         """Return the batch of the next group, and the accepted and tried groups before it. Running groups count as accepted."""
@@ -115,6 +148,7 @@ class Admission:
         """Start `count` groups; return their numbers."""
         numbers = range(self.state.admitted, self.state.admitted + count)
         self._unreleased += numbers
+        self._begun = self.version if count else self._begun
         self.state.admitted += count
         self.running += count
         return numbers
@@ -129,9 +163,25 @@ class Admission:
                 self._released_early.remove(self._unreleased.popleft())
             released = self._waiting.pop(number)
             self._rejected -= not released.accepted
+            if self.oversample > 1.0 and self._is_surplus(released.group):
+                self.unused.groups += 1
+                self.unused.tokens += sum(sample.length for sample in released.group.samples)
+                continue
             self.tried.append(released)
             self._accepted += released.accepted
             self._close_if_due()
+
+    def _is_surplus(self, group: Group) -> bool:
+        """Return whether the current batch may not take a finished group: it is too old, or the run has no such batch."""
+        largest_lag = math.ceil(self.max_staleness) + -(-(self.window - 1) // self.prompts_per_step)
+        oldest = min((sample.version for sample in group.samples), default=self.state.closed)
+        after_last = self.batches is not None and self.state.closed >= self.batches
+        return after_last or self.state.closed - oldest > largest_lag
+
+    def take_unused(self) -> UnusedGroups:
+        """Return the groups that no batch took since the last call."""
+        unused, self.unused = self.unused, UnusedGroups()
+        return unused
 
     def _wait(self, item: TriedGroup) -> None:
         self._waiting[item.group.number] = item

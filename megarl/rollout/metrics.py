@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from megarl.recipe.algorithm import DynamicSamplingConfig
-from megarl.rollout.admission import TriedGroup, accepted_groups
+from megarl.rollout.admission import TriedGroup, UnusedGroups, accepted_groups
 from megarl.rollout.source import Batch
 from megarl.rollout.unscored_groups import sampled_again_counts, scoring_counts, scoring_notice
 from megarl.types import Group, Metrics, Sample
@@ -135,6 +135,11 @@ def batch_metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
         **agent_figures(samples),
         **sampled_figures(tried),
     }
+
+
+def unused_metrics(unused: UnusedGroups) -> Metrics:
+    """Return the metrics of over-sampled groups that no batch took."""
+    return {"rollout/groups_unused": float(unused.groups), "rollout/tokens_unused": float(unused.tokens)}
 
 
 def _draft_figures(samples: Iterable[Sample]) -> Metrics:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +36,7 @@ from megarl.rollout.dispatch import Dispatch, Finishing
 from megarl.rollout.engine_handle import SamplingEngine
 from megarl.rollout.fleet.fleet import Fleet
 from megarl.rollout.fleet.moves import GroupMoves
-from megarl.rollout.metrics import batch_of
+from megarl.rollout.metrics import batch_of, unused_metrics
 from megarl.rollout.requests import Requests
 from megarl.rollout.source import Batch
 from megarl.rollout.tape import Arrival, Arrivals, Loaded
@@ -80,11 +81,14 @@ class EnginesSource:
             is_continuous(recipe),
             batches=recipe.train.steps,
             window=window_groups(recipe),
+            oversample=dynamic.oversample if dynamic.enabled else 1.0,
+            drains=update_rule(recipe) == "drain",
         )
         self._failed_share = FailedShare(recipe.reward.max_failed_share, recipe.data.prompts_per_step)
         self._change = threading.Condition()
         self._error: BaseException | None = None
-        finishing = Finishing.of(update_rule(recipe), rollout.max_staleness, recipe.data.prompts_per_step)
+        most_groups = math.ceil(self.admission.oversample * recipe.data.prompts_per_step)
+        finishing = Finishing.of(update_rule(recipe), rollout.max_staleness, most_groups)
         self._dispatch = Dispatch(len(self.engines), finishing)
         self._waiting = Waiting(len(self.engines))
         self._taking = False  # the trainers wait for a batch
@@ -136,6 +140,8 @@ class EnginesSource:
             self._observe()
             loads = self._loads.take_metrics(self._dispatch.behind) if self._finishes else {}
             parts = [each.take_metrics() for each in (self._begun, self.fleet, self.outages) if each is not None]
+            if self.admission.oversample > 1.0:
+                parts.append(unused_metrics(self.admission.take_unused()))
             waits = {name: value for part in (self._waiting.metrics(), loads, *parts) for name, value in part.items()}
             notice = self._begun.take_notice()
         drawn = self.sampler.metrics(item.group.number for item in tried)
@@ -144,7 +150,8 @@ class EnginesSource:
     def _has_batch(self) -> bool:
         if not self.admission.closed:
             self._arrivals.check_more_groups()
-        return bool(self.admission.closed)
+        # Surplus groups may still run. Without staleness they end first: engines on the trainers' devices sleep during the update.
+        return bool(self.admission.closed) and not (self.admission.max_staleness == 0 and self.admission.running)
 
     def drain(self) -> None:
         """See `SampleSource`. Engines that hand groups over have replied when this returns: updates must not change their weights

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
@@ -35,8 +36,14 @@ def test_values_exist() -> None:
 @pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
 def test_the_examples_refresh(block: str) -> None:
     recipe = Recipe()
-    for section, settings in yaml.safe_load(block).items():
+
+    def apply(section: Any, settings: dict[str, Any]) -> None:
         for name, value in settings.items():
-            assert hasattr(getattr(recipe, section), name), name
-            setattr(getattr(recipe, section), name, value)
+            assert hasattr(section, name), name
+            if is_dataclass(getattr(section, name)):
+                apply(getattr(section, name), value)
+            else:
+                setattr(section, name, value)
+
+    apply(recipe, yaml.safe_load(block))
     assert update_rule(recipe) == "refresh" and "refresh" in to_yaml(recipe)

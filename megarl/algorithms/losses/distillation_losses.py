@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megarl.algorithms.inputs import LossInputs
 from megarl.algorithms.losses.registry import Metrics, policy_loss
+from megarl.algorithms.losses.rows import by_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,16 +41,21 @@ def gkd(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]
     """
     teacher, policy = inputs.reference_top_log_probs, inputs.top_log_probs
     assert teacher is not None and policy is not None
+    return by_rows(policy, teacher, lambda policy, teacher: _token_divergence(teacher, policy, settings)), {
+        "actor/distill_mass": policy.detach().exp().sum(1),
+        "actor/distill_teacher_mass": teacher.exp().sum(1),
+    }
+
+
+def _token_divergence(teacher: Tensor, policy: Tensor, settings: AlgorithmConfig) -> Tensor:
+    """Return the loss of each token [T] from log-probs [T, K]; see `gkd`."""
     outcomes = (with_rest(teacher), with_rest(policy)) if settings.distill_rest else (teacher, policy)
     if (least := settings.distill_min_log_prob) is not None:
         outcomes = (outcomes[0].clamp(min=least), outcomes[1].clamp(min=least))
     loss = divergence(*outcomes, settings.distill_beta)
     if not settings.distill_rest or settings.distill_max is not None:
         loss = loss.clamp(None if settings.distill_rest else 0.0, settings.distill_max)
-    return loss, {
-        "actor/distill_mass": policy.detach().exp().sum(1),
-        "actor/distill_teacher_mass": teacher.exp().sum(1),
-    }
+    return loss
 
 
 def with_rest(log_probs: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS,
 from megarl.algorithms.objective import needs_reference, reads_old_log_probs, runs_old_log_prob_pass
 from megarl.algorithms.rejection import NAMES, criteria, of_icepop
 from megarl.errors import RecipeError, plain
-from megarl.recipe.algorithm import AlgorithmConfig, CorrectionConfig
+from megarl.recipe.algorithm import AlgorithmConfig, CorrectionConfig, DynamicSamplingConfig
 from megarl.recipe.schema import Recipe
 
 Errors = Iterator[RecipeError]
@@ -55,6 +55,7 @@ def algorithm_errors(recipe: Recipe) -> Errors:
     yield from _unread_errors(recipe.algorithm)
     yield from _data_set_errors(recipe)
     yield from _reward_errors(recipe)
+    yield from _oversample_errors(recipe.algorithm.dynamic_sampling)
     yield from _old_log_prob_errors(recipe)
     yield from _kl_in_reward_errors(recipe.algorithm)
     yield from _correction_errors(recipe.algorithm)
@@ -207,6 +208,16 @@ def _reward_errors(recipe: Recipe) -> Errors:
     ):
         if value:
             yield RecipeError(f"algorithm.{key}", f"{chosen}, so this has no effect", "leave it out", value=value)
+
+
+def _oversample_errors(dynamic: DynamicSamplingConfig) -> Errors:
+    key = "algorithm.dynamic_sampling.oversample"
+    if dynamic.oversample > 1.0 and not dynamic.enabled:
+        problem = "without algorithm.dynamic_sampling.enabled no group is filtered, so none needs a replacement"
+        yield RecipeError(key, problem, "set it to 1.0", value=dynamic.oversample)
+    elif dynamic.enabled and dynamic.oversample > dynamic.max_attempts:
+        problem = f"a step may try {dynamic.max_attempts} times its prompts (algorithm.dynamic_sampling.max_attempts)"
+        yield RecipeError(key, problem, "lower it, or raise max_attempts", value=dynamic.oversample)
 
 
 def _old_log_prob_errors(recipe: Recipe) -> Errors:

@@ -1,0 +1,195 @@
+"""Over-sampling: steps do not wait for replacements, batches repeat, and no group is left out without a count."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.dynamic_sampling import Case, simulate
+from megarl.preflight.recipe.algorithm import algorithm_errors
+from megarl.recipe.schema import Recipe
+from megarl.rollout.admission import Admission, accepted_groups
+from megarl.types import Group, InlineData, Sample, Span
+
+
+def group(number: int, version: int) -> Group:
+    samples = [Sample(number, 0, InlineData([]), 2, 8, 8, spans=(Span(0, version), Span(4, version + 1)))]
+    return Group(number, f"row/{number}", "test", samples)
+
+
+def passes(number: int, seed: int, share: float = 0.5) -> bool:
+    return random.Random(f"{seed}/{number}").random() < share
+
+
+def run(admission: Admission, seed: int, order: random.Random, versions: int, share: float = 0.5) -> list[list[int]]:
+    """Return the numbers of the trained groups of each batch. Groups finish in the order that `order` draws."""
+    trained, running = [], []
+    for version in range(versions):
+        admission.version = version
+        while not (admission.closed and admission.idle()):  # drain
+            running += [(number, version) for number in admission.start(admission.capacity())]
+            assert running, "deadlock: nothing runs and nothing can start"
+            number, started = running.pop(order.randrange(len(running)))
+            admission.finish(group(number, started), passes(number, seed, share))
+        trained.append([each.number for each in accepted_groups(admission.closed.popleft())])
+    return trained
+
+
+def test_two_groups_start_for_each_place_and_the_surplus_is_counted() -> None:
+    admission = Admission(4, 0, 10, continuous=False, oversample=2.0)
+    admission.version = 0
+    assert list(admission.start(admission.capacity())) == list(range(8))
+    for number in (7, 6, 0, 1, 2, 3):
+        admission.finish(group(number, 0), True)
+    assert [each.number for each in accepted_groups(admission.closed[0])] == [0, 1, 2, 3], "not those that finish first"
+    assert admission.capacity() == 0 and admission.running == 2
+    for number in (4, 5):
+        admission.finish(group(number, 0), number == 4)
+    unused = admission.take_unused()
+    assert (unused.groups, unused.tokens) == (4, 40)
+    assert admission.take_unused().groups == 0
+    admission.closed.popleft()
+    admission.version = 1
+    assert admission.idle() is False and admission.capacity() == 8
+
+
+def test_the_surplus_enters_the_next_batch_within_the_largest_lag() -> None:
+    admission = Admission(4, 0.5, 10, continuous=False, oversample=2.0)
+    admission.version = 0
+    assert admission.capacity() == 12
+    for number in admission.start(12):
+        admission.finish(group(number, 0), number % 2 == 0)
+    assert [each.number for each in accepted_groups(admission.closed.popleft())] == [0, 2, 4, 6]
+    admission.version = 1
+    assert admission.capacity() == 8, "two of the six places are taken"
+    for number in admission.start(8):
+        admission.finish(group(number, 1), number % 2 == 0)
+    assert [each.number for each in accepted_groups(admission.closed.popleft())] == [8, 10, 12, 14]
+    assert admission.take_unused().groups == 0
+
+
+def test_groups_of_later_batches_are_not_replaced_before_the_next_version() -> None:
+    """Their replacements would delay an update that waits for running groups."""
+    admission = Admission(4, 1, 10, continuous=True, oversample=1.5)
+    admission.version = 0
+    for number in admission.start(admission.capacity()):  # 12
+        admission.finish(group(number, 0), number < 5)
+    assert len(admission.closed) == 1 and admission.capacity() == 0 and admission.idle()
+    admission.version = 1
+    assert admission.capacity() == 11  # seven places: one group of the second batch is there
+    short = Admission(4, 1, 10, continuous=True, oversample=1.5)
+    short.version = 0
+    for number in short.start(short.capacity()):
+        short.finish(group(number, 0), number < 2)
+    assert short.capacity() == 3  # two places of the first batch
+    ahead = Admission(4, 1, 10, continuous=True, oversample=1.5, drains=False)
+    ahead.version = 0
+    for number in ahead.start(ahead.capacity()):
+        ahead.finish(group(number, 0), number < 5)
+    assert ahead.capacity() == 5  # three places of the second batch: running groups delay no update
+
+
+def test_tries_stay_within_their_limit() -> None:
+    admission = Admission(4, 0, 3, continuous=True, oversample=2.5)
+    admission.version = 0
+    for number in admission.start(admission.capacity()):  # 10
+        admission.finish(group(number, 0), False)
+    assert admission.capacity() == 2
+    for number in admission.start(2):
+        admission.finish(group(number, 0), True)
+    assert len(accepted_groups(admission.closed[0])) == 2 and len(admission.closed[0]) == 12
+
+
+def test_nothing_is_kept_for_a_batch_after_the_last() -> None:
+    admission = Admission(2, 1, 10, continuous=True, batches=1, oversample=2.0)
+    admission.version = 0
+    for number in admission.start(admission.capacity()):
+        admission.finish(group(number, 0), True)
+    assert admission.state.closed == 1 and admission.take_unused().groups == 2 and admission.idle()
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    prompts=st.integers(1, 6),
+    staleness=st.sampled_from([0, 0.5, 1, 2]),
+    oversample=st.sampled_from([1.0, 1.3, 2.0, 3.0]),
+    continuous=st.booleans(),
+    share=st.sampled_from([0.3, 0.5, 1.0]),
+)
+def test_batches_repeat_for_any_order_and_every_group_is_trained_or_counted(
+    seed: int, prompts: int, staleness: float, oversample: float, continuous: bool, share: float
+) -> None:
+    """Also: no sample exceeds the largest lag, and batches are in admission order."""
+    runs = []
+    for order in range(3):
+        admission = Admission(prompts, staleness, 6, continuous, oversample=oversample)
+        trained = run(admission, seed, random.Random(order), 5, share)
+        unused = admission.take_unused()
+        kept = len(admission.tried) + len(admission.waiting()) + sum(map(len, admission.closed))
+        runs.append((trained, admission.state.admitted, unused.groups, kept))
+        numbers = [number for batch in trained for number in batch]
+        assert numbers == sorted(set(numbers))
+    assert runs[0] == runs[1] == runs[2]
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 1000), window=st.integers(1, 9), staleness=st.sampled_from([0.5, 1, 2]), oversample=st.sampled_from([1.5, 3.0])
+)  # fmt: skip
+def test_the_lag_keeps_its_bound_while_weights_change_under_running_groups(
+    seed: int, window: int, staleness: float, oversample: float
+) -> None:
+    order, prompts = random.Random(seed), 3
+    admission = Admission(prompts, staleness, 8, continuous=True, window=window, oversample=oversample, drains=False)
+    running: list[tuple[int, int]] = []
+    seen: dict[int, int] = {}
+    unused = 0
+    for version in range(8):
+        admission.version = version
+        while not admission.closed:
+            running += [(number, version) for number in admission.start(admission.capacity())]
+            number, started = running.pop(order.randrange(len(running)))
+            seen[number] = started
+            admission.finish(group(number, started), order.random() < 0.9)
+        for each in accepted_groups(admission.closed.popleft()):
+            assert version - seen[each.number] <= math.ceil(staleness) + -(-(window - 1) // prompts)
+        unused += admission.take_unused().groups
+    assert admission.state.admitted >= 8 * prompts + unused
+
+
+def small(case: Case, **more: Any) -> Any:
+    return simulate(case, steps=4, engines=4, prompts=16, samples=4, **more)
+
+
+def test_a_run_of_the_source_needs_no_second_wave_and_counts_what_it_leaves_out() -> None:
+    """The source, its engines under a virtual clock: `rollout.max_staleness: 0`, half of the groups filtered."""
+    whole, waves = small(Case("", filtered=False)), small(Case("", filtered=True))
+    over = small(Case("", filtered=True, oversample=3.0))
+    assert waves.step > 2.5 * whole.step and over.step < 1.8 * whole.step
+    assert waves.unused == 0 and over.unused > 0.1 and over.most == 0
+    kept = small(Case("", filtered=True, oversample=2.0, max_staleness=0.5, at_update="drain"))
+    assert kept.unused < 0.1 and kept.most == 1 and kept.tried < over.tried
+
+
+def test_the_batches_of_a_run_do_not_depend_on_the_engines() -> None:
+    case = Case("", filtered=True, oversample=3.0, admission="continuous")
+    few, many = (simulate(case, steps=3, engines=engines, prompts=16, samples=4) for engines in (2, 8))
+    assert few.trained == many.trained and few.step > many.step
+
+
+@pytest.mark.parametrize(
+    ("enabled", "oversample", "problem"),
+    [(False, 2.0, "no group is filtered"), (True, 4.0, "3 times"), (True, 3.0, None)],
+)
+def test_settings_without_effect_are_refused(enabled: bool, oversample: float, problem: str | None) -> None:
+    recipe = Recipe()
+    dynamic = recipe.algorithm.dynamic_sampling
+    dynamic.enabled, dynamic.oversample = enabled, oversample
+    errors = [str(error) for error in algorithm_errors(recipe) if "oversample" in str(error)]
+    assert (len(errors) == 1 and problem in errors[0]) if problem else not errors
