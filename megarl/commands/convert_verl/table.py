@@ -113,7 +113,7 @@ RL = [
     Option("data.train_files", "data.train_files"),
     Option("data.val_files", "data.eval_files"),
     Option("data.train_batch_size", "data.prompts_per_step"),
-    Option("data.gen_batch_size", "algorithm.dynamic_sampling.max_attempts", "with max_num_gen_batches", derived=True),
+    Option("data.gen_batch_size", "algorithm.dynamic_sampling.oversample, algorithm.dynamic_sampling.max_attempts", "/ data.train_batch_size, if filter_groups.enable is True", derived=True),
     Option("data.max_prompt_length", "data.max_prompt_length"),
     Option("data.max_response_length", "rollout.max_response_length"),
     Option("data.filter_overlong_prompts", "data.overlong_prompts", "True is filter", derived=True),

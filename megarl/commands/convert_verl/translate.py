@@ -207,8 +207,11 @@ def _dynamic_sampling(conversion: Conversion) -> None:
         return
     batches = conversion.number(f"{prefix}.max_num_gen_batches", 0)
     batch = conversion.number("data.train_batch_size")
+    generated = conversion.number("data.gen_batch_size", batch)
+    if generated > batch:
+        conversion.settings["algorithm.dynamic_sampling.oversample"] = generated / batch
     if batches > 0:
-        attempts = -(-batches * conversion.number("data.gen_batch_size", batch) // batch)
+        attempts = -(-batches * generated // batch)
     else:
         attempts = 1000
         conversion.note(

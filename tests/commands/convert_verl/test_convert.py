@@ -270,6 +270,7 @@ class TestScript:
             "algorithm.dynamic_sampling.enabled": True,
             "algorithm.dynamic_sampling.metric": "accuracy",
             "algorithm.dynamic_sampling.max_attempts": 30,  # 10 batches of 48 prompts are 30 of 16
+            "algorithm.dynamic_sampling.oversample": 3.0,
             "algorithm.overlong.penalty_buffer": 4096,
             "actor.mini_batches": 8,  # 16 prompts / 2
             "actor.max_tokens_per_micro_batch": 22528,
