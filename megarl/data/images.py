@@ -20,6 +20,7 @@ from megarl.data.rows import Row
 from megarl.data.videos import VideoReader
 from megarl.hf import hub
 from megarl.hf.families import has_tower
+from megarl.hf.tables.family_table import without_table
 from megarl.recipe.data import DataConfig
 from megarl.types import Prompt, PromptImage, SampleImages
 
@@ -155,7 +156,8 @@ def _image(value: Any, where: str, folder: Path, reader: ImageReader) -> PromptI
 
 @lru_cache(maxsize=4)
 def _image_token(directory: str) -> int:
-    config = json.loads((Path(hub.local_model(directory, weights=False)) / "config.json").read_text(encoding="utf-8"))
+    file = Path(hub.local_model(directory, weights=False)) / "config.json"
+    config = without_table(json.loads(file.read_text(encoding="utf-8")))
     if not has_tower(config) or "image_token_id" not in config:
         raise ValueError(
             f"the model in {directory} ({config.get('model_type')}) reads no images: its config.json has no vision_config "

@@ -17,7 +17,7 @@ from megarl.hf.adapters import adapter_faults
 from megarl.hf.config import context_length, text_fields
 from megarl.hf.families import find_family, has_tower
 from megarl.hf.families.check import check_model, check_sizes
-from megarl.hf.tables.family_table import read_table, with_table
+from megarl.hf.tables.family_table import read_table, with_table, without_table
 from megarl.megatron.extra_settings import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
@@ -132,7 +132,10 @@ LARGEST_SIZES = {
 
 
 def read_hf_config(path: str, key: str = POLICY) -> Config:
-    """Return config.json of the Hugging Face directory `path`, the value of the setting `key`. Raises RecipeError."""
+    """Return config.json of the Hugging Face directory `path`, the value of the setting `key`, without a table of its own.
+
+    Raises RecipeError.
+    """
     directory = Path(path)
     if path.startswith(hub.PREFIX):
         problem, fetch = "it is not in this machine's cache of the hub", path.removeprefix(hub.PREFIX).partition("@")[0]
@@ -158,7 +161,7 @@ def read_hf_config(path: str, key: str = POLICY) -> Config:
         if isinstance(size, (int, float)) and not 0 <= size <= most:
             problem = f"its config.json has {name} {size}, and megarl reads 0 to {most:,}"
             raise RecipeError(key, problem, "give the model's own file", value=path)
-    return config
+    return without_table(config)
 
 
 def read_weights_config(path: str, key: str) -> Config:

@@ -19,6 +19,7 @@ from megarl.commands.rehearse.layout import layers_for, with_sizes
 from megarl.commands.rehearse.settings import shrink_settings
 from megarl.engines.specs import fixed_models
 from megarl.hf.config import experts_per_token, number_of_experts, text_fields, with_experts, with_layers
+from megarl.hf.tables.family_table import without_table
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import read_hf_config, with_family_table
 from megarl.recipe.derived.lengths import longest_sample
@@ -209,7 +210,7 @@ def _write_model(model: Path, config: dict[str, Any], source: Path, folder: Path
     index = {name: file for file, group in files.items() for name, _ in group}
     text = json.dumps({"metadata": {"total_size": weight_bytes}, "weight_map": index})
     (model / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-    (model / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    (model / "config.json").write_text(json.dumps(without_table(config), indent=1), encoding="utf-8")
 
 
 def _values(torch: Any, tile: Any, name: str, shape: tuple[int, ...]) -> Any:

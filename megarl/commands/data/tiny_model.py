@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from megarl.commands.data.tiny_tokenizer import EOS_ID, PAD_ID, VOCAB_LIMIT, make_tiny_tokenizer
 from megarl.commands.data.tiny_weights import Config, write_weights
+from megarl.hf.tables.family_table import without_table
 
 Kind = Literal[
     "qwen3_moe", "qwen3", "qwen2", "deepseek_v3", "ernie4_5_moe", "gemma3_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "kimi_k2", "llama", "minimax_m2",
@@ -250,12 +251,12 @@ def make_tiny_model(kind: Kind, out: Path | str, seed: int, norm_spread: float =
 
 
 def write_model(out: Path, config: Config, seed: int, norm_spread: float) -> None:
-    """Write the random model that `config` describes, without a tokenizer.
+    """Write the random model that `config` describes, without a tokenizer. A family's table in `config` stays out of config.json.
 
     Raises ValueError for an unsupported `model_type`.
     """
     write_weights(out / "model.safetensors", config, seed, norm_spread)
-    _write_json(out / "config.json", config)
+    _write_json(out / "config.json", without_table(config))
     _write_json(out / "generation_config.json", {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID})
 
 

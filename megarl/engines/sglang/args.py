@@ -18,6 +18,7 @@ from megarl.engines import check_argument, package_folder
 from megarl.engines.base import EngineLimits, EngineSpec
 from megarl.errors import RecipeError
 from megarl.hf.families import has_tower
+from megarl.hf.tables.family_table import without_table
 from megarl.platform.environment import Requirement
 
 LOADER = "megarl.engines.sglang.worker.receive"  # called in each of SGLang's scheduler processes
@@ -141,7 +142,7 @@ def check_plan(spec: EngineSpec, device: str) -> None:
             f"{section}.engine", problem, f"install it, set rollout.seeded=false, or {use_vllm}", value="sglang"
         )
     config = Path(spec.model_path, "config.json")
-    if config.is_file() and has_tower(json.loads(config.read_text())):  # a missing file fails later
+    if config.is_file() and has_tower(without_table(json.loads(config.read_text()))):  # a missing file fails later
         problem = "megarl does not pass images of a vision-language model to SGLang"
         raise RecipeError(f"{section}.engine", problem, use_vllm, value="sglang")
 

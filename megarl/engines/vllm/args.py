@@ -21,6 +21,7 @@ from megarl.engines.vllm.scheduling import needs_synchronous_scheduling
 from megarl.errors import RecipeError
 from megarl.hf.config import layer_kinds, text_fields
 from megarl.hf.families import has_tower
+from megarl.hf.tables.family_table import without_table
 from megarl.platform.environment import Requirement, at_least
 from megarl.recipe.library_fields import Fields, fields_of, problem
 from megarl.types import Sampling
@@ -349,7 +350,7 @@ def _profiler_config(traces: EngineTraces) -> dict[str, Any]:
 
 def _model_config(model_path: str) -> dict[str, Any]:
     with open(os.path.join(model_path, "config.json")) as file:
-        return json.load(file)
+        return without_table(json.load(file))
 
 
 def _config_overrides(spec: EngineSpec, config: Mapping[str, Any], device: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """A family's table in a JSON file: rows, settings, and the config.json for which they were read.
 
 The table travels inside the model's configuration, in the field `FIELD`: every process that reads config.json for a recipe puts
-it there (`with_table`), and `family_of` makes the family from it.
+it there (`with_table`), and `family_of` makes the family from it. Only the recipe may name a table: readers of config.json
+drop a field of that name (`without_table`), since the file may come with a downloaded model.
 """
 
 from __future__ import annotations
@@ -125,10 +126,18 @@ def to_json(table: FamilyTable) -> str:
     return json.dumps(content, indent=1)[:-2] + f',\n "rows": [\n  {rows}\n ]\n}}\n'
 
 
+def without_table(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json without the field `FIELD`."""
+    return {name: value for name, value in hf_config.items() if name != FIELD}
+
+
 def with_table(hf_config: dict[str, Any], table: dict[str, Any] | None) -> dict[str, Any]:
-    """Return config.json with the table in it; unchanged without one. Raises ValueError if the table is of another model type."""
+    """Return config.json with the table in it, in place of one that the file brings. `table`: of the recipe; None: no table.
+
+    Raises ValueError if the table is of another model type.
+    """
     if table is None:
-        return hf_config
+        return without_table(hf_config)
     if hf_config.get("model_type") != table["model_type"]:
         raise ValueError(
             f"model.table is the table of {table['model_type']} models, and this is a {hf_config.get('model_type')!r} model. "

@@ -62,7 +62,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     Collective. Needs an initialized torch.distributed and a prepared platform. Raises ValueError for a layout that
     does not divide the model and for a model or setting that the trainer does not support.
     """
-    hf_config = _read_hf_config(recipe.model)
+    hf_config = read_model_config(recipe.model)
     with_adapters = recipe.lora.rank > 0 and not value_head  # LoRA applies to the actor only
     check_layout(hf_config.to_dict(), recipe.megatron, torch.distributed.get_world_size())
     if with_adapters:
@@ -184,7 +184,7 @@ def _image_layout(hf_config: Any) -> ImageLayout | None:
     )
 
 
-def _read_hf_config(model: ModelConfig) -> Any:
+def read_model_config(model: ModelConfig) -> Any:
     """Read the model's configuration with transformers, with the table of `model.table` in it.
 
     Raises ValueError if this machine has no config.json, or if the trainer does not support the model.
@@ -202,6 +202,8 @@ def _read_hf_config(model: ModelConfig) -> Any:
     config = config_of_unknown_type(directory)
     if config is None:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    if hasattr(config, FIELD):  # from config.json, which may not bring a table
+        delattr(config, FIELD)
     if table is not None:
         setattr(config, FIELD, table)
     check_model(config.to_dict())  # with transformers' defaults for absent fields

@@ -11,16 +11,22 @@ from typing import Any
 import pytest
 
 from megarl.commands.rehearse.tiny_copy import make_tiny_copy
+from megarl.engines.base import EngineSpec
+from megarl.engines.sglang.args import check_plan as check_sglang_plan
+from megarl.engines.vllm.args import build_engine_args
 from megarl.errors import RecipeError
 from megarl.hf.families import family_of, find_family
 from megarl.hf.families.check import model_faults
 from megarl.hf.shape import model_shape
 from megarl.hf.tables.family_table import FIELD, read_table, table_notice, table_text, to_json, with_table
 from megarl.hf.tables.megatron_bridge import translate
+from megarl.megatron.model.build import read_model_config
 from megarl.preflight.findings import Available
 from megarl.preflight.load import load_recipe
+from megarl.preflight.models import read_hf_config
 from megarl.preflight.survey import prepare_training, survey
 from megarl.recipe.derived.critic_view import critic_view
+from megarl.recipe.trainers import ModelConfig
 from tests.support.megatron_bridge_dump import CONFIG, dense_dump
 
 
@@ -101,6 +107,23 @@ def test_a_file_that_is_no_table(file: Path, change: dict[str, Any], fault: str)
         family_of({**CONFIG, FIELD: content})
 
 
+def test_a_config_json_brings_no_table(file: Path, tmp_path: Path) -> None:
+    """Only a recipe may name a table: a downloaded config.json may contain anything."""
+    brought = {**CONFIG, FIELD: read_table(str(file))}
+    (tmp_path / "config.json").write_text(json.dumps(brought))
+    config = read_hf_config(str(tmp_path))
+    assert FIELD not in config and any("holds a 'newest' model" in text for text in model_faults(config))
+    assert FIELD not in with_table(brought, None)
+
+
+def test_trainers_and_engines_drop_the_table_of_a_config_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": "qwen3", FIELD: 1}))
+    assert FIELD not in read_model_config(ModelConfig(path=str(tmp_path))).to_dict()
+    spec = EngineSpec("engine0", str(tmp_path), "bfloat16", 64)
+    assert build_engine_args(spec, "cpu")["model"] == str(tmp_path)
+    check_sglang_plan(spec, "cuda")
+
+
 def test_the_recipe_has_the_text(file: Path, tmp_path: Path) -> None:
     recipe = load_recipe("recipes/quickstart.yaml", [f"model.table={file}"])
     assert recipe.model.table is not None and json.loads(recipe.model.table) == json.loads(file.read_text())
@@ -118,7 +141,7 @@ def test_the_notice_names_fields_that_nothing_reads(file: Path) -> None:
 
 
 def test_a_recipe_with_a_table_is_checked_and_rehearsed(file: Path, tmp_path: Path) -> None:
-    """The survey reads config.json with the table, and says so; the tiny copy keeps both."""
+    """The survey reads config.json with the table, and says so; the tiny copy's recipe keeps the table."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
@@ -129,6 +152,7 @@ def test_a_recipe_with_a_table_is_checked_and_rehearsed(file: Path, tmp_path: Pa
     assert [text for text in result.texts("notice") if "(NewestBridge)" in text]
     copied = make_tiny_copy(recipe, settings, tmp_path / "copy", processes=1)
     assert copied.recipe.model.table == table_text(str(file)) and copied.model[FIELD]["model_type"] == "newest"
+    assert FIELD not in json.loads(Path(copied.recipe.model.path, "config.json").read_text())
     assert [text for text in prepare_training(copied.recipe).notices if "(NewestBridge)" in text]
     with pytest.raises(ValueError, match="holds a 'newest' model"):
         make_tiny_copy(recipe, [settings[0], settings[2]], tmp_path / "without", processes=1)
