@@ -9,42 +9,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from megarl.hf.config import CHOSEN, DENSE_FIRST, EXPERTS, SHARED
-from megarl.hf.families.family import Family, Refusals, after_the_first, never
+from megarl.hf.families.family import Family, Refusals
 from megarl.hf.families.rows import TableRow
 from megarl.hf.families.settings import latent_attention, mixture, shared_width
-from megarl.hf.families.slices import Config, Kind, copy, gate_up, qkv, vocabulary
+from megarl.hf.families.slices import Config
+from megarl.hf.tables.contents import KINDS, LAYERS, check_table
 
 FIELD = "megarl_table"  # in a model's configuration
 COMPARE = "python -m benchmarks.numerics.family_table"
-KINDS: dict[str, Kind] = {"copy": copy, "gate_up": gate_up, "qkv": qkv, "vocabulary": vocabulary}
-"""The kinds of rows in a file, by name."""
-
-SETTINGS: dict[str, type] = {
-    "add_qkv_bias": bool,
-    "layernorm_zero_centered_gamma": bool,
-    "moe_router_dtype": str,
-    "moe_router_enable_expert_bias": bool,
-    "moe_router_pre_softmax": bool,
-    "moe_router_score_function": str,
-    "moe_router_topk_scaling_factor": float,
-    "moe_shared_expert_overlap": bool,
-    "qk_layernorm": bool,
-}
-"""Fields of Megatron's TransformerConfig that a file may set, beyond the sizes that megarl computes from config.json."""
-
-
-def _always(config: Config, layer: int) -> bool:
-    return True
-
-
-LAYERS = {"never": never, "always": _always, "after_the_first": after_the_first}
-"""Which layers are mixtures of experts: none, all, all after `first_k_dense_replace` dense ones."""
 
 FREE = {
     # Sizes: megarl computes Megatron's fields and shapes from them.
@@ -65,7 +43,7 @@ FREE = {
 
 @dataclass(frozen=True)
 class FamilyTable:
-    """The contents of a file: what a `Family` needs, as values."""
+    """The contents of a file: what a `Family` needs, as values. `contents.check_table` checks them."""
 
     model_type: str
     source: str  # for people: the package, its version and its class
@@ -91,7 +69,7 @@ def read_table(value: str) -> dict[str, Any]:
     try:
         content = json.loads(value if is_text else Path(value).expanduser().read_text(encoding="utf-8"))
         check_table(content)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"{'its text' if is_text else value} is not a family table: {cause}") from error
     return dict(content)
@@ -100,23 +78,6 @@ def read_table(value: str) -> dict[str, Any]:
 def table_text(value: str) -> str:
     """Return the text of the table that a value of `model.table` names, in one line. Raises ValueError as `read_table` does."""
     return json.dumps(read_table(value))
-
-
-def check_table(content: Any) -> None:
-    """Raise ValueError if `content` is not the content of a `FamilyTable`."""
-    names = [field.name for field in fields(FamilyTable)]
-    if not isinstance(content, dict) or sorted(content) != sorted(names):
-        given = ", ".join(sorted(content)) if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"it must be an object with {', '.join(names)}, and has {given}")
-    for row in content["rows"]:
-        if not (isinstance(row, list) and len(row) == 3 and row[0] in KINDS and isinstance(row[2], list)):
-            raise ValueError(f"{row} is not a valid row: it must be [{' | '.join(KINDS)}, parameter, [tensor, ...]]")
-    if content["layers"] not in LAYERS:
-        raise ValueError(f"layers is {content['layers']!r}, and must be one of {', '.join(LAYERS)}")
-    for name, value in content["settings"].items():
-        kind = SETTINGS.get(name)
-        if kind is None or not isinstance(value, (float, int) if kind is float else kind):
-            raise ValueError(f"settings.{name} is {value!r}; a file may set {', '.join(SETTINGS)}")
 
 
 def to_json(table: FamilyTable) -> str:
@@ -164,7 +125,7 @@ def family_of_table(table: Mapping[str, Any]) -> Family:
 @lru_cache(maxsize=8)
 def _family(text: str) -> Family:
     content = json.loads(text)
-    check_table(content)  # it may be in a config.json that somebody else wrote
+    check_table(content)
     table = FamilyTable(**content)
     return Family(
         tuple(TableRow(KINDS[kind], parameter, tuple(tensors)) for kind, parameter, tensors in table.rows),

@@ -17,7 +17,8 @@ from megarl.hf.families.check import size_faults, unsupported_settings
 from megarl.hf.families.settings import rotary_base, rotated_part, shared_width
 from megarl.hf.families.sizes import head_size, parameters
 from megarl.hf.families.slices import Config
-from megarl.hf.tables.family_table import FREE, LAYERS, SETTINGS, FamilyTable, family_of_table
+from megarl.hf.tables.contents import LAYERS, SETTINGS
+from megarl.hf.tables.family_table import FREE, FamilyTable, family_of_table
 
 _MODULE = "megatron.bridge.models.conversion.param_mapping"
 _KINDS = {
@@ -247,7 +248,11 @@ def _settings(provider: dict[str, Any]) -> dict[str, Any]:
 
 def _model_faults(table: FamilyTable, config: Config) -> Iterator[str]:
     """Yield a reason for each parameter without a row, and for each setting of config.json that megarl refuses."""
-    family = family_of_table(asdict(table))
+    try:
+        family = family_of_table(asdict(table))
+    except ValueError as error:
+        yield f"its table is not valid: {error}"
+        return
     try:
         for _ in parameters(family, config):
             pass

@@ -87,14 +87,44 @@ def test_a_table_of_another_model(file: Path) -> None:
         family_of(own)
 
 
+_LONG = "{layer:>1000000000}"
+
+
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
         ({"rows": [["reversed", "a", ["b"]]]}, "is not a valid row"),
         ({"rows": [["copy", "a", "b"]]}, "is not a valid row"),
+        ({"rows": [[["copy"], "a", ["b"]]]}, "is not a valid row"),
+        ({"rows": None}, "rows is None, and must be an array"),
+        ({"rows": [["copy", 3, ["b"]]]}, "3 is not a valid name"),
+        ({"rows": [["copy", "a", [4]]]}, "4 is not a valid name"),
+        ({"rows": [["copy", "a", [_LONG]]]}, "layer.* is not a valid name"),
+        ({"rows": [["copy", "a", ["b{layer.real}"]]]}, "is not a valid name"),
+        ({"rows": [["copy", "a", []]]}, "a copy row has 1 tensors, and this one has 0"),
+        ({"rows": [["gate_up", "a", ["b"]]]}, "a gate_up row has 2 tensors, and this one has 1"),
+        ({"rows": [["copy", "a", ["b"]], ["copy", "a", ["c"]]]}, "a has two rows"),
+        ({"rows": [["copy", "a.{layer}", ["b"]]]}, "the same placeholders"),
+        ({"rows": [["copy", "{layer}{layer}", ["{layer}{layer}"]]]}, "each once"),
         ({"layers": "some"}, "layers is 'some'"),
+        ({"layers": []}, r"layers is \[\], and must be a string"),
+        ({"settings": []}, r"settings is \[\], and must be an object"),
         ({"settings": {"num_layers": 3}}, r"settings\.num_layers is 3"),
         ({"settings": {"qk_layernorm": "yes"}}, r"settings\.qk_layernorm is 'yes'"),
+        ({"settings": {"qk_layernorm": 1}}, r"settings\.qk_layernorm is 1"),
+        ({"settings": {"moe_router_score_function": "nonsense"}}, "is 'nonsense', and must be sigmoid or softmax"),
+        ({"settings": {"moe_router_dtype": ["fp32"]}}, "and must be fp32 or fp64"),
+        ({"settings": {"moe_router_topk_scaling_factor": True}}, "is True, and must be a positive number"),
+        ({"settings": {"moe_router_topk_scaling_factor": float("nan")}}, "is nan, and must be a positive number"),
+        ({"settings": {"moe_router_topk_scaling_factor": 0}}, "is 0, and must be a positive number"),
+        ({"latent": "no"}, "latent is 'no', and must be true or false"),
+        ({"ties": "false"}, "ties is 'false', and must be true or false"),
+        ({"config": None}, "config is None, and must be an object"),
+        ({"unread": None}, "unread is None, and must be an array"),
+        ({"unread": ["absent"]}, "unread has 'absent'"),
+        ({"unread": [["logit_scale"]]}, r"unread has \['logit_scale'\]"),
+        ({"model_type": ""}, "model_type is '', and must be one line"),
+        ({"source": "a\nb"}, "and must be one line of text"),
         ({"more": 1}, "it must be an object with"),
     ],
 )
@@ -103,8 +133,15 @@ def test_a_file_that_is_no_table(file: Path, change: dict[str, Any], fault: str)
     file.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=fault):
         read_table(str(file))
-    with pytest.raises(ValueError, match=fault):  # also in a config.json
+    with pytest.raises(ValueError, match=fault):  # also in a configuration
         family_of({**CONFIG, FIELD: content})
+
+
+def test_a_file_that_is_no_json(file: Path) -> None:
+    for text in ("[" * 100_000, "{", "[]"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="is not a family table"):
+            read_table(str(file))
 
 
 def test_a_config_json_brings_no_table(file: Path, tmp_path: Path) -> None:

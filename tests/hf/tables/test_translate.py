@@ -9,7 +9,8 @@ import pytest
 
 from megarl.hf.families import FAMILIES
 from megarl.hf.families.sizes import parameters, tensors
-from megarl.hf.tables.family_table import check_table, family_of_table
+from megarl.hf.tables.contents import check_table
+from megarl.hf.tables.family_table import family_of_table
 from megarl.hf.tables.megatron_bridge import translate
 from tests.support.megatron_bridge_dump import CONFIG, dense_dump, mapping
 
@@ -93,6 +94,15 @@ def test_a_field_of_the_provider_that_megarl_does_not_build(field: str, value: A
     dump["provider"]["fields"][field] = value
     reasons = translate(dump, CONFIG).reasons
     assert any(reason in text for text in reasons), reasons
+
+
+def test_a_table_that_is_not_valid() -> None:
+    dump = dense_dump()
+    dump["mappings"].append(dump["mappings"][0])
+    assert any("has two rows" in text for text in translate(dump, CONFIG).reasons)
+    dump = dense_dump()
+    dump["provider"]["fields"]["moe_router_score_function"] = "newest"
+    assert any("is 'newest', and must be sigmoid or softmax" in text for text in translate(dump, CONFIG).reasons)
 
 
 def test_code_that_changes_tensors_or_builds_the_model() -> None:
