@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.errors import RecipeError
 from megarl.hf.config import text_fields
+from megarl.hf.tables.family_table import FIELD, table_digest
 from megarl.recipe.data import DataConfig
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.schema import Recipe
@@ -28,6 +29,7 @@ _SIZES = (
 
 CONTENTS = "contents of the training data"  # key of `data_digest`; checkpoints of earlier versions do not have it
 _START = "weights of lora.path"
+_TABLE = "model.table"  # digest of the family's table; absent without one, and in checkpoints of earlier versions
 _WHOLE_BYTES = 16 << 20  # weight files up to this size are hashed completely
 _SAMPLES, _SAMPLE_BYTES = 16, 4096  # of larger files: evenly spaced samples, the header with names and shapes included
 
@@ -170,7 +172,8 @@ def _lora_identity(lora: LoraConfig) -> dict[str, Any]:
 def _model_identity(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
     text = text_fields(config)
     sizes = {name: text[name] for name in _SIZES if name in text}
-    return {"path": model.path, "weights": weights_digest(Path(model.path)), "dtype": model.dtype, **sizes}
+    table = {_TABLE: table_digest(config[FIELD])} if FIELD in config else {}
+    return {"path": model.path, "weights": weights_digest(Path(model.path)), "dtype": model.dtype, **sizes, **table}
 
 
 def _check_model(checkpoint: Path, saved: dict[str, Any], model: dict[str, Any], key: str) -> None:
@@ -178,7 +181,8 @@ def _check_model(checkpoint: Path, saved: dict[str, Any], model: dict[str, Any],
 
     `key`: recipe key of the model. Its path may differ.
     """
-    names = [name for name in {**saved, **model} if name != "path" and saved.get(name) != model.get(name)]
+    compared = [name for name in {**saved, **model} if name not in ("path", _TABLE)]
+    names = [name for name in compared if saved.get(name) != model.get(name)]
     if names == ["dtype"]:
         raise RecipeError(
             "model.dtype",
@@ -202,4 +206,10 @@ def _check_model(checkpoint: Path, saved: dict[str, Any], model: dict[str, Any],
             f"the checkpoint {checkpoint} belongs to another model: {differences}",
             "set the path of that model, or choose another checkpoint (train.resume)",
             value=model["path"],
+        )
+    if _TABLE in saved and saved[_TABLE] != model.get(_TABLE):
+        raise RecipeError(
+            _TABLE,
+            f"the checkpoint {checkpoint} was written with another table of the model's family, by which its tensors were read",
+            "set it to the table of that run (in its recipe.resolved.yaml), or start a new run (another name) from exported weights",
         )

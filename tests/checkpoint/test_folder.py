@@ -22,6 +22,7 @@ from megarl.checkpoint.identity import (
 )
 from megarl.checkpoint.manifest import MANIFEST, find_damage
 from megarl.errors import RecipeError
+from megarl.hf.tables.family_table import FIELD
 from megarl.preflight.run_directory import open_run_directory
 from megarl.recipe.data import DataConfig
 from megarl.recipe.load import to_yaml
@@ -287,6 +288,18 @@ def test_a_refused_resume_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(RecipeError):
         open_run_directory(recipe, identity_of(recipe, {**CONFIG, "hidden_size": 32}, None, rows=4))
     assert not (tmp_path / "another").exists()
+
+
+def test_a_checkpoint_of_another_table_is_refused(tmp_path: Path) -> None:
+    """The text for people may change; a checkpoint of an earlier version, without the digest, loads."""
+    table = {"model_type": "qwen3", "rows": [["copy", "a", ["b"]]], "ties": False, "source": "one", "unread": []}
+    assert opened(tmp_path, {**CONFIG, FIELD: table}) is not None
+    assert opened(tmp_path, {**CONFIG, FIELD: {**table, "source": "two", "unread": ["c"]}}) is not None
+    for config in ({**CONFIG, FIELD: {**table, "rows": [["copy", "a", ["c"]]]}}, CONFIG):
+        with pytest.raises(RecipeError, match=r"(?s)model\.table.*another table"):
+            opened(tmp_path, config)
+    assert opened(tmp_path / "earlier", CONFIG) is not None
+    assert opened(tmp_path / "earlier", {**CONFIG, FIELD: table}) is not None
 
 
 def test_an_unwritable_folder_for_weight_files_is_refused(tmp_path: Path) -> None:

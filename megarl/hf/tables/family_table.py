@@ -7,6 +7,7 @@ drop a field of that name (`without_table`), since the file may come with a down
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -115,6 +116,12 @@ def table_notice(table: Mapping[str, Any]) -> str:
         f"transformers: `{COMPARE} MODEL --table FILE` does, in a clone of megarl"
         + (f". Of config.json, neither reads {fields}" if fields else "")
     )
+
+
+def table_digest(table: Mapping[str, Any]) -> str:
+    """Return the SHA-256, in hex, of what a table says about the model: all fields but `source` and `unread`, which are for people."""
+    content = {name: value for name, value in table.items() if name not in ("source", "unread")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def family_of_table(table: Mapping[str, Any]) -> Family:
