@@ -17,7 +17,7 @@ from megarl.hf.adapters import adapter_faults
 from megarl.hf.config import context_length, text_fields
 from megarl.hf.families import find_family, has_tower
 from megarl.hf.families.check import check_model, check_sizes
-from megarl.hf.tables.family_table import read_table, with_table, without_table
+from megarl.hf.tables.family_table import read_table, with_critic_table, with_table, without_table
 from megarl.megatron.extra_settings import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
@@ -92,12 +92,16 @@ def policy_config_of(model: ModelConfig, file: Path, name: str | None = None) ->
     return with_family_table(config_of(model.path, file, name=name), model)
 
 
-def with_family_table(config: Config, model: ModelConfig) -> Config:
-    """Return config.json of the policy with the table of `model.table` in it. Raises RecipeError."""
+def with_family_table(config: Config, model: ModelConfig, key: str = POLICY) -> Config:
+    """Return config.json with the table of `model.table` in it. Raises RecipeError.
+
+    key: of the model's path. A critic has the table only if it is of the table's type.
+    """
     if model.table is None:
         return config
     with as_recipe_error("model.table", "write it with `megarl model table MODEL --out FILE`", model.table):
-        return with_table(config, read_table(model.table))
+        add = with_critic_table if key == CRITIC else with_table
+        return add(config, read_table(model.table))
 
 
 def _hub_model(key: str, text: str) -> hub.HubName | None:
@@ -266,6 +270,12 @@ def critic_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
     """Yield errors of the critic's model and its layout. `config`: its config.json."""
     view = critic_view(recipe)
     key = CRITIC if recipe.critic.model_path else POLICY
+    if recipe.model.table is not None and find_family(config) is None:
+        kind = read_table(recipe.model.table)["model_type"]
+        problem = f"it is a {config.get('model_type')!r} model without a table: megarl has none, and model.table is of {kind} models"
+        remedy = f"name a {kind} model, or one of a type that megarl has a table for (docs/models.md)"
+        yield RecipeError(key, problem, remedy, value=view.model.path)
+        return
     model_errors = list(errors_of(check_known_model, config, key, view.model.path))
     yield from model_errors
     if model_errors:

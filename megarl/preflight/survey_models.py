@@ -68,7 +68,8 @@ def _config_of(survey: Survey, key: str, directory: str) -> Config:
         return policy_config_of(survey.recipe.model, file, survey.available.shape)
     if key == POLICY:
         return with_family_table(read_hf_config(directory, key), survey.recipe.model)
-    return read_hf_config(directory, key) if file is None else config_of(directory, file, key)
+    config = read_hf_config(directory, key) if file is None else config_of(directory, file, key)
+    return with_family_table(config, survey.recipe.model, key) if key == CRITIC else config
 
 
 def _check_settings_against(survey: Survey) -> None:

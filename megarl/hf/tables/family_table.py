@@ -108,6 +108,12 @@ def with_table(hf_config: dict[str, Any], table: dict[str, Any] | None) -> dict[
     return {**hf_config, FIELD: table}
 
 
+def with_critic_table(hf_config: dict[str, Any], table: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a critic's config.json, with the policy's table in it if that is the table of the critic's model type."""
+    fits = table is not None and table["model_type"] == hf_config.get("model_type")
+    return with_table(hf_config, table if fits else None)
+
+
 def table_notice(table: Mapping[str, Any]) -> str:
     """Return the notice at the start of a run with a table from a file."""
     fields = ", ".join(f"{name}={table['config'].get(name)!r}" for name in table["unread"])

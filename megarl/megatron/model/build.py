@@ -19,7 +19,7 @@ from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.families import family_of, has_sinks, has_tower, has_windows
 from megarl.hf.families.check import check_model
 from megarl.hf.families.read import config_of_unknown_type
-from megarl.hf.tables.family_table import FIELD, read_table, with_table
+from megarl.hf.tables.family_table import FIELD, read_table, with_critic_table, with_table
 from megarl.megatron.extra_settings import adaptor_settings, check_names, check_sinks, check_windows, recompute_settings
 from megarl.megatron.images import ImageLayout
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
@@ -62,7 +62,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     Collective. Needs an initialized torch.distributed and a prepared platform. Raises ValueError for a layout that
     does not divide the model and for a model or setting that the trainer does not support.
     """
-    hf_config = read_model_config(recipe.model)
+    hf_config = read_model_config(recipe.model, critic=value_head)
     with_adapters = recipe.lora.rank > 0 and not value_head  # LoRA applies to the actor only
     check_layout(hf_config.to_dict(), recipe.megatron, torch.distributed.get_world_size())
     if with_adapters:
@@ -184,10 +184,10 @@ def _image_layout(hf_config: Any) -> ImageLayout | None:
     )
 
 
-def read_model_config(model: ModelConfig) -> Any:
+def read_model_config(model: ModelConfig, *, critic: bool = False) -> Any:
     """Read the model's configuration with transformers, with the table of `model.table` in it.
 
-    Raises ValueError if this machine has no config.json, or if the trainer does not support the model.
+    `critic`: the model is a critic, which has the table if it is of the table's type. Raises ValueError if this machine has no config.json, or if the trainer does not support the model.
     """
     from transformers import AutoConfig
 
@@ -198,13 +198,14 @@ def read_model_config(model: ModelConfig) -> Any:
             f"model.path is {path!r}, which has no config.json on {socket.gethostname()}: every machine of the run "
             "needs the model's Hugging Face directory in the same place."
         )
-    check_model(with_table(json.loads((directory / "config.json").read_text()), table))
+    fields = (with_critic_table if critic else with_table)(json.loads((directory / "config.json").read_text()), table)
+    check_model(fields)
     config = config_of_unknown_type(directory)
     if config is None:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     if hasattr(config, FIELD):  # from config.json, which may not bring a table
         delattr(config, FIELD)
-    if table is not None:
+    if FIELD in fields:
         setattr(config, FIELD, table)
     check_model(config.to_dict())  # with transformers' defaults for absent fields
     return config

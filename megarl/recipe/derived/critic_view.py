@@ -14,13 +14,13 @@ from megarl.recipe.trainers import LoraConfig
 def critic_view(recipe: Recipe) -> Recipe:
     """Return `recipe` with the critic's model, layout, micro batches and optimizer in place of the actor's.
 
-    The code that plans micro batches, lays out processes and trains then serves both. The value loss is always a mean over
+    A critic of the policy's model type also has the policy's `model.table`. The code that plans micro batches, lays out processes and trains then serves both. The value loss is always a mean over
     tokens; the policy's aggregation does not apply.
     """
     critic = recipe.critic
     return replace(
         recipe,
-        model=replace(recipe.model, path=critic.model_path, table=None) if critic.model_path else recipe.model,
+        model=replace(recipe.model, path=critic.model_path) if critic.model_path else recipe.model,
         megatron=critic.megatron,
         actor=replace(
             recipe.actor,

@@ -164,11 +164,35 @@ def test_trainers_and_engines_drop_the_table_of_a_config_json(tmp_path: Path) ->
 def test_the_recipe_has_the_text(file: Path, tmp_path: Path) -> None:
     recipe = load_recipe("recipes/quickstart.yaml", [f"model.table={file}"])
     assert recipe.model.table is not None and json.loads(recipe.model.table) == json.loads(file.read_text())
-    assert critic_view(recipe).model.table == recipe.model.table  # a copy of the policy
     recipe.critic.model_path = "other"
-    assert critic_view(recipe).model.table is None
+    assert critic_view(recipe).model.table == recipe.model.table
     with pytest.raises(RecipeError, match=r"(?s)model\.table.*megarl model table"):
         load_recipe("recipes/quickstart.yaml", [f"model.table={tmp_path / 'none.json'}"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("newest", None),
+        ("qwen3", None),
+        ("other", "it is a 'other' model without a table: .* model.table is of newest models"),
+    ],
+)
+def test_a_critic_in_another_folder(file: Path, tmp_path: Path, kind: str, fault: str | None) -> None:
+    """The critic has the policy's table if it is of its type, else megarl's own."""
+    for name, model_type in (("policy", "newest"), ("critic", kind)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**CONFIG, "model_type": model_type}))
+    path, critic = Path("recipes/quickstart_ppo.yaml"), tmp_path / "critic"
+    settings = [f"model.path={tmp_path / 'policy'}", f"model.table={file}", f"critic.model_path={critic}"]
+    recipe = load_recipe(path, settings)
+    result = survey(recipe, Available(recipe_file=path))
+    faults = [str(error) for error in result.errors if "critic" in str(error)]
+    assert bool(faults) == bool(fault) and all(re.search(fault or "", text) for text in faults), faults
+    if fault is None:
+        assert (FIELD in result.configs["critic.model_path"]) == (kind == "newest")
+    if kind == "qwen3":
+        assert FIELD not in read_model_config(critic_view(recipe).model, critic=True).to_dict()
 
 
 def test_the_notice_names_fields_that_nothing_reads(file: Path) -> None:
