@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("model", metavar="MODEL", help="as for megarl model check")
     parser.add_argument("--table", required=True, type=Path, metavar="FILE", help="what megarl model table wrote")
     arguments = parser.parse_args()
-    hf_config, _, _ = read_config(arguments.model)
+    hf_config = read_config(arguments.model).config
     with tempfile.TemporaryDirectory() as folder:
         results = compare(hf_config, arguments.table, Path(folder))
     for layout, (result, faults) in results.items():

@@ -37,12 +37,13 @@ def check_model_of(model: str, *, as_json: bool) -> int:
 
     Raises ValueError if `model` has no readable config.json.
     """
-    config, problem, notice = read_config(model)
-    result = check_config(model, config, problem)
+    read = read_config(model)
+    config = read.config
+    result = check_config(model, config, read.weights_fault)
     if config.get("model_type") not in FAMILIES:
         result = replace(result, hints=[*result.hints, *bridge_hints(config)])
-    if notice:
-        print(notice, file=sys.stderr)
+    if read.notice:
+        print(read.notice, file=sys.stderr)
     print(json.dumps(asdict(result), indent=1) if as_json else "\n".join(_lines(result)))
     return 1 if result.reasons else 0
 
@@ -60,25 +61,36 @@ def check_config(model: str, config: dict[str, Any], weights_problem: str | None
     )
 
 
-def read_config(model: str) -> tuple[dict[str, Any], str | None, str | None]:
-    """Return config.json of a folder, a file, a name on the hub or a published model, a fault of its weights, and a notice."""
+@dataclass(frozen=True)
+class ReadModel:
+    """What `read_config` finds of a model."""
+
+    config: dict[str, Any]  # its config.json
+    folder: Path | None  # with config.json; None: a published model, of which megarl has config.json alone
+    weights_fault: str | None = None
+    notice: str | None = None  # why its weights are not checked
+
+
+def read_config(model: str) -> ReadModel:
+    """Read config.json of a folder, a file, a name on the hub or a published model. Raises ValueError if there is none."""
     path = Path(model).expanduser()
     if path.is_file():
         path = path.parent if path.name == "config.json" else path
     if path.is_dir():
         config = _config_in(path)
         if not any(path.glob("*.safetensors")):
-            return config, None, None  # a config.json alone is enough for this check
-        return config, weights.find_fault(path, int(text_fields(config).get("num_hidden_layers") or 0)), None
+            return ReadModel(config, path)  # a config.json alone is enough for this check
+        return ReadModel(config, path, weights.find_fault(path, int(text_fields(config).get("num_hidden_layers") or 0)))
     if model in published.names():
-        return published.read(model), None, None
+        return ReadModel(published.read(model), None)
     name = hub.model_name(model)
     if name is None:
         raise ValueError(
             f"{model} is neither a folder with a config.json, nor a name on the hub (OWNER/NAME), nor one of "
             f"{', '.join(published.names())}"
         )
-    return _config_in(hub.config_folder(name)), *hub.weights_fault(name)
+    folder = hub.config_folder(name)
+    return ReadModel(_config_in(folder), folder, *hub.weights_fault(name))
 
 
 def bridge_hints(config: dict[str, Any]) -> list[str]:
