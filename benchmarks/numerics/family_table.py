@@ -22,7 +22,7 @@ from megarl.commands.rehearse.changes import Changes
 from megarl.commands.rehearse.model import shrink_model
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.families.check import check_model
-from megarl.hf.tables.family_table import FIELD, read_table, with_table
+from megarl.hf.families.tables.family_table import FIELD, read_table, with_table
 from tests.support.megatron_layouts import case
 from tests.support.megatron_models import global_batch, reference_model
 from tests.support.megatron_runs import SAME_CHANGE, check_gradient, check_weights, checkpoint_tensors, launch

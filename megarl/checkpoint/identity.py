@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.errors import RecipeError
 from megarl.hf.config import text_fields
-from megarl.hf.tables.family_table import FIELD, table_digest
+from megarl.hf.families.tables.family_table import FIELD, table_digest
 from megarl.recipe.data import DataConfig
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.schema import Recipe

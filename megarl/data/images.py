@@ -20,7 +20,7 @@ from megarl.data.rows import Row
 from megarl.data.videos import VideoReader
 from megarl.hf import hub
 from megarl.hf.families import has_tower
-from megarl.hf.tables.family_table import without_table
+from megarl.hf.families.tables.family_table import without_table
 from megarl.recipe.data import DataConfig
 from megarl.types import Prompt, PromptImage, SampleImages
 

@@ -10,7 +10,7 @@ from megarl.algorithms.correction import corrects
 from megarl.algorithms.rejection import of_icepop
 from megarl.data.chat_template import read_template
 from megarl.errors import RecipeError, errors_of, raise_all
-from megarl.hf.tables.family_table import table_text
+from megarl.hf.families.tables.family_table import table_text
 from megarl.preflight.recipe.algorithm import name_errors
 from megarl.preflight.recipe.general import recipe_errors
 from megarl.recipe.algorithm import AlgorithmConfig, CorrectionConfig

@@ -17,7 +17,7 @@ from megarl.hf.adapters import adapter_faults
 from megarl.hf.config import context_length, text_fields
 from megarl.hf.families import find_family, has_tower
 from megarl.hf.families.check import check_model, check_sizes
-from megarl.hf.tables.family_table import read_table, with_critic_table, with_table, without_table
+from megarl.hf.families.tables.family_table import read_table, with_critic_table, with_table, without_table
 from megarl.megatron.extra_settings import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora

@@ -16,7 +16,7 @@ from megarl.data.rows import Row, sample_rows
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import pluralize
-from megarl.hf.tables.family_table import FIELD, table_notice
+from megarl.hf.families.tables.family_table import FIELD, table_notice
 from megarl.preflight.data import Prepared, check_rewards, file_errors, prepare_rewards, read_data
 from megarl.preflight.engines_and_devices import route_notices
 from megarl.preflight.findings import Survey

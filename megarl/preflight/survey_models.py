@@ -8,7 +8,7 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.cluster import transport
 from megarl.data.tokenizer import check_vocabulary, load_tokenizer
 from megarl.errors import RecipeError, as_recipe_error
-from megarl.hf.tables.family_table import FIELD, table_notice
+from megarl.hf.families.tables.family_table import FIELD, table_notice
 from megarl.preflight.engines_and_devices import check_device
 from megarl.preflight.findings import Survey
 from megarl.preflight.judge import check_judge_model

@@ -22,7 +22,7 @@ from megarl.checkpoint.identity import (
 )
 from megarl.checkpoint.manifest import MANIFEST, find_damage
 from megarl.errors import RecipeError
-from megarl.hf.tables.family_table import FIELD
+from megarl.hf.families.tables.family_table import FIELD
 from megarl.preflight.run_directory import open_run_directory
 from megarl.recipe.data import DataConfig
 from megarl.recipe.load import to_yaml

@@ -21,8 +21,8 @@ from megarl.hf import published
 from megarl.hf.families import FAMILIES, family_of
 from megarl.hf.families.sizes import parameters
 from megarl.hf.families.slices import ParameterShard
-from megarl.hf.tables.family_table import family_of_table, read_table
-from megarl.hf.tables.megatron_bridge import Translation, translate
+from megarl.hf.families.tables.family_table import family_of_table, read_table
+from megarl.hf.families.tables.megatron_bridge import Translation, translate
 from megarl.megatron.megatron_bridge import reader
 from megarl.megatron.megatron_bridge.reader import before_transformers_5, read_bridge, read_bridges, whole_config
 from tests.support.megatron_bridge_dump import FOLDER, WITH_PACKAGE

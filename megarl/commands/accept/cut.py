@@ -19,7 +19,7 @@ from megarl.commands.rehearse.layout import layers_for, with_sizes
 from megarl.commands.rehearse.settings import shrink_settings
 from megarl.engines.specs import fixed_models
 from megarl.hf.config import experts_per_token, number_of_experts, text_fields, with_experts, with_layers
-from megarl.hf.tables.family_table import without_table
+from megarl.hf.families.tables.family_table import without_table
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import read_hf_config, with_family_table
 from megarl.recipe.derived.lengths import longest_sample

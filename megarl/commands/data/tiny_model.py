@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from megarl.commands.data.tiny_tokenizer import EOS_ID, PAD_ID, VOCAB_LIMIT, make_tiny_tokenizer
 from megarl.commands.data.tiny_weights import Config, write_weights
-from megarl.hf.tables.family_table import without_table
+from megarl.hf.families.tables.family_table import without_table
 
 Kind = Literal[
     "qwen3_moe", "qwen3", "qwen2", "deepseek_v3", "ernie4_5_moe", "gemma3_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "kimi_k2", "llama", "minimax_m2",

@@ -14,9 +14,9 @@ from megarl.hf import hub, published, weights
 from megarl.hf.config import context_length, experts_per_token, number_of_experts, text_fields
 from megarl.hf.families import FAMILIES, family_of, has_tower
 from megarl.hf.families.check import model_faults, size_faults
+from megarl.hf.families.tables.megatron_bridge import translate
 from megarl.hf.linears import linears_of
 from megarl.hf.shape import model_shape
-from megarl.hf.tables.megatron_bridge import translate
 from megarl.megatron.megatron_bridge import reader
 from megarl.preflight.models import read_hf_config
 

@@ -12,8 +12,8 @@ from megarl.commands.model.check import read_config
 from megarl.hf import weights
 from megarl.hf.config import text_fields
 from megarl.hf.families import FAMILIES
-from megarl.hf.tables.family_table import COMPARE, FamilyTable, to_json
-from megarl.hf.tables.megatron_bridge import Translation, translate
+from megarl.hf.families.tables.family_table import COMPARE, FamilyTable, to_json
+from megarl.hf.families.tables.megatron_bridge import Translation, translate
 from megarl.megatron.megatron_bridge.reader import read_bridge, whole_config
 
 _LAYER, _NUMBER = re.compile(r"\blayers\.(\d+)\."), re.compile(r"(\b(?:layers|experts)\.)\d+(?=\.)")

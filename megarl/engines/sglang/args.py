@@ -18,7 +18,7 @@ from megarl.engines import check_argument, package_folder
 from megarl.engines.base import EngineLimits, EngineSpec
 from megarl.errors import RecipeError
 from megarl.hf.families import has_tower
-from megarl.hf.tables.family_table import without_table
+from megarl.hf.families.tables.family_table import without_table
 from megarl.platform.environment import Requirement
 
 LOADER = "megarl.engines.sglang.worker.receive"  # called in each of SGLang's scheduler processes

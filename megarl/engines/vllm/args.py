@@ -21,7 +21,7 @@ from megarl.engines.vllm.scheduling import needs_synchronous_scheduling
 from megarl.errors import RecipeError
 from megarl.hf.config import layer_kinds, text_fields
 from megarl.hf.families import has_tower
-from megarl.hf.tables.family_table import without_table
+from megarl.hf.families.tables.family_table import without_table
 from megarl.platform.environment import Requirement, at_least
 from megarl.recipe.library_fields import Fields, fields_of, problem
 from megarl.types import Sampling

@@ -24,7 +24,7 @@ from megarl.hf.families.qwen.qwen3_next import QWEN3_NEXT
 from megarl.hf.families.qwen.qwen3_vl import DEEPSTACK, QWEN3_VL, QWEN3_VL_MOE
 from megarl.hf.families.qwen.text import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megarl.hf.families.sparse_attention import DEEPSEEK_V32, GLM_MOE_DSA
-from megarl.hf.tables.family_table import FIELD, family_of_table
+from megarl.hf.families.tables.family_table import FIELD, family_of_table
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,

@@ -19,7 +19,7 @@ from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.families import family_of, has_sinks, has_tower, has_windows
 from megarl.hf.families.check import check_model
 from megarl.hf.families.read import config_of_unknown_type
-from megarl.hf.tables.family_table import FIELD, read_table, with_critic_table, with_table
+from megarl.hf.families.tables.family_table import FIELD, read_table, with_critic_table, with_table
 from megarl.megatron.extra_settings import adaptor_settings, check_names, check_sinks, check_windows, recompute_settings
 from megarl.megatron.images import ImageLayout
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from megarl.commands.model import check, table
-from megarl.hf.tables.megatron_bridge import translate
+from megarl.hf.families.tables.megatron_bridge import translate
 from tests.support.megatron_bridge_dump import CONFIG, dense_dump
 
 NOT_COMPARED = "its rows were not compared with the model's tensors"

@@ -17,9 +17,9 @@ from megarl.engines.vllm.args import build_engine_args
 from megarl.errors import RecipeError
 from megarl.hf.families import family_of, find_family
 from megarl.hf.families.check import model_faults
+from megarl.hf.families.tables.family_table import FIELD, read_table, table_notice, table_text, to_json, with_table
+from megarl.hf.families.tables.megatron_bridge import translate
 from megarl.hf.shape import model_shape
-from megarl.hf.tables.family_table import FIELD, read_table, table_notice, table_text, to_json, with_table
-from megarl.hf.tables.megatron_bridge import translate
 from megarl.megatron.model.build import read_model_config
 from megarl.preflight.findings import Available
 from megarl.preflight.load import load_recipe

@@ -9,9 +9,9 @@ import pytest
 
 from megarl.hf.families import FAMILIES
 from megarl.hf.families.sizes import parameters, tensors
-from megarl.hf.tables.contents import check_table
-from megarl.hf.tables.family_table import family_of_table
-from megarl.hf.tables.megatron_bridge import translate
+from megarl.hf.families.tables.contents import check_table
+from megarl.hf.families.tables.family_table import family_of_table
+from megarl.hf.families.tables.megatron_bridge import translate
 from tests.support.megatron_bridge_dump import CONFIG, dense_dump, mapping
 
 

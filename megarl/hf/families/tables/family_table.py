@@ -20,7 +20,7 @@ from megarl.hf.families.family import Family, Refusals
 from megarl.hf.families.rows import TableRow
 from megarl.hf.families.settings import latent_attention, mixture, shared_width
 from megarl.hf.families.slices import Config
-from megarl.hf.tables.contents import KINDS, LAYERS, check_table
+from megarl.hf.families.tables.contents import KINDS, LAYERS, check_table
 
 FIELD = "megarl_table"  # in a model's configuration
 COMPARE = "python -m benchmarks.numerics.family_table"

@@ -17,8 +17,8 @@ from megarl.hf.families.check import size_faults, unsupported_settings
 from megarl.hf.families.settings import rotary_base, rotated_part, shared_width
 from megarl.hf.families.sizes import head_size, parameters
 from megarl.hf.families.slices import Config
-from megarl.hf.tables.contents import LAYERS, SETTINGS
-from megarl.hf.tables.family_table import FREE, FamilyTable, family_of_table
+from megarl.hf.families.tables.contents import LAYERS, SETTINGS
+from megarl.hf.families.tables.family_table import FREE, FamilyTable, family_of_table
 
 _MODULE = "megatron.bridge.models.conversion.param_mapping"
 _KINDS = {
