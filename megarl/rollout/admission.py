@@ -40,10 +40,10 @@ class AdmissionState:
 
 @dataclass
 class UnusedGroups:
-    """Finished groups of over-sampling that no batch takes."""
+    """Groups of over-sampling that no batch takes."""
 
     groups: int = 0
-    tokens: int = 0  # prompts included
+    tokens: int = 0  # of the finished ones, prompts included
 
 
 @dataclass
@@ -179,8 +179,13 @@ class Admission:
         return after_last or self.state.closed - oldest > largest_lag
 
     def take_unused(self) -> UnusedGroups:
-        """Return the groups that no batch took since the last call."""
+        """Return the groups that no batch took since the last call. After the run's last batch these include the waiting groups and
+        the running ones, whose tokens are not counted: call it once then."""
         unused, self.unused = self.unused, UnusedGroups()
+        if self.state.closed == self.batches and not self.closed:
+            waiting = [item.group for item in self.waiting()]
+            unused.groups += self.running + len(waiting)
+            unused.tokens += sum(sample.length for group in waiting for sample in group.samples)
         return unused
 
     def _wait(self, item: TriedGroup) -> None:

@@ -92,6 +92,7 @@ class EnginesSource:
         self._dispatch = Dispatch(len(self.engines), finishing)
         self._waiting = Waiting(len(self.engines))
         self._taking = False  # the trainers wait for a batch
+        self._closed = False  # the tape has ended: groups that still run are left out
         self._arrivals: Arrivals[Arrival] = arrivals or Arrivals()
         advice = self._arrivals.stall_advice
         self._stall_timer = StallTimer(rollout.timeout, advice, lambda: outages is not None and outages.is_down)
@@ -176,7 +177,7 @@ class EnginesSource:
         with self._change:
             if self.admission.version == self.recipe.train.steps - 1:
                 self._arrivals.ended()
-            self.admission.version = None
+            self.admission.version, self._closed = None, True
 
     def state(self, *, interrupted: bool = False) -> dict[str, Any]:
         partials = self._copy_partials(interrupted)
@@ -331,8 +332,9 @@ class EnginesSource:
             version = result.result()
             with self._change:
                 self._loads.end(engine)
-                self._arrivals.add_load(Loaded(engine, version))
-                self._handle_due()
+                if not self._closed:
+                    self._arrivals.add_load(Loaded(engine, version))
+                    self._handle_due()
         except BaseException as error:  # noqa: BLE001 -- the controller raises it
             self._fail(error)
 
@@ -359,7 +361,7 @@ class EnginesSource:
             if not keep:  # free the vectors; the metrics still need the control data
                 attach((group, InlineData([])))
             with self._change:
-                if not self._owners.owns(number, (engine, process)):  # its engine has just left
+                if self._closed or not self._owners.owns(number, (engine, process)):  # its engine has just left
                     return
                 self._stall_timer.reset()
                 self._owners.arrive(number)
