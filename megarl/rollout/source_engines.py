@@ -151,8 +151,11 @@ class EnginesSource:
     def _has_batch(self) -> bool:
         if not self.admission.closed:
             self._arrivals.check_more_groups()
-        # Surplus groups may still run. Without staleness they end first: engines on the trainers' devices sleep during the update.
-        return bool(self.admission.closed) and not (self.admission.max_staleness == 0 and self.admission.running)
+        return bool(self.admission.closed) and not self._awaits_surplus()
+
+    def _awaits_surplus(self) -> bool:
+        """Return whether surplus groups must end before a complete batch: engines on the trainers' devices sleep during the update."""
+        return self.admission.max_staleness == 0 and self.admission.running > 0
 
     def drain(self) -> None:
         """See `SampleSource`. Engines that hand groups over have replied when this returns: updates must not change their weights
@@ -388,6 +391,7 @@ class EnginesSource:
     def _observe(self, scoring: float = 0.0) -> None:
         """Note who waits now. Call with the lock, after a change. scoring: seconds, of the group that has just arrived."""
         reason: Reason | None = None
-        if self._taking and not self.admission.closed:
-            reason = "window" if self.admission.has_enough_finished() else "engines"
+        if self._taking and (not self.admission.closed or self._awaits_surplus()):
+            has_groups = not self.admission.closed and self.admission.has_enough_finished()
+            reason = "window" if has_groups else "engines"
         self._waiting.observe(self._dispatch.idle, reason, scoring, self._dispatch.open)

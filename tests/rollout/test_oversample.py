@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,17 @@ def test_groups_that_run_after_the_last_batch_are_counted_and_not_on_the_tape(tm
     assert segment.ended and history([segment]) == [ReplayPlan(segment, None)]
     assert [each["group"] for each in segment.records if "group" in each] == [*range(8), 9]
     assert len(service.held) == 16, "a finished group starts no other after the end"
+
+
+def test_trainers_that_wait_for_surplus_groups_wait_for_engines() -> None:
+    service = HeldService()
+    source = source_of([service], None, oversampled(max_staleness=0))
+    source.admit(0)
+    service.answer(*range(4))
+    threading.Timer(0.3, service.answer, range(4, 8)).start()
+    batch = source.take(4)
+    assert batch.metrics["rollout/wait_seconds/engines"] > 0.2 and batch.metrics["rollout/groups_unused"] == 4
+    assert batch.metrics["rollout/wait_seconds/window"] == 0
 
 
 def test_an_engine_that_loads_weights_after_the_last_batch_is_not_on_the_tape(tmp_path: Path) -> None:
