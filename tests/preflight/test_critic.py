@@ -31,7 +31,9 @@ def test_the_critic_view_has_the_critics_settings_as_the_actors(recipe: Path) ->
     assert (view.cluster.trainers, view.megatron.pipeline_parallel, view.megatron.tensor_parallel) == (2, 2, 1)
     assert (view.actor.mini_batches, view.actor.max_tokens_per_micro_batch, view.actor.optimizer.lr) == (4, 99, 0.5)
     assert view.algorithm.aggregation == "token_mean" and view.model.path == "some/model"
-    assert view.actor.mini_batch_order == "as_sampled", "its loss is a mean over tokens, which the other order would change"
+    assert view.actor.mini_batch_order == "as_sampled", (
+        "its loss is a mean over tokens, which the other order would change"
+    )
     assert (loaded.cluster.trainers, loaded.actor.mini_batches) == (4, 2), "the recipe itself is unchanged"
     assert critic_view(load_recipe(recipe, [*GAE, "critic.model_path=another"])).model.path == "another"
 

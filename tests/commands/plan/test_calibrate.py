@@ -145,7 +145,9 @@ def test_sampling_time_of_filtered_groups_is_fitted(tmp_path: Path) -> None:
 
 def test_sampling_time_of_surplus_groups_is_fitted(tmp_path: Path) -> None:
     """Over-sampling by 2 started 96 groups for 32: 64 tried, and 32 that no batch took."""
-    run_recipe = recipe(**ORDINARY, algorithm__dynamic_sampling__enabled=True, algorithm__dynamic_sampling__oversample=2.0)
+    run_recipe = recipe(
+        **ORDINARY, algorithm__dynamic_sampling__enabled=True, algorithm__dynamic_sampling__oversample=2.0
+    )
     times = estimate(run_recipe, {"rollout": QWEN}, TRUE, lengths=LENGTHS, tried=3.0)
     counts = {"rollout/prompts_tried": 64.0, "rollout/groups_unused": 32.0}
     run = write_run(tmp_path / "run", run_recipe, times, change=lambda line: line | counts)

@@ -73,7 +73,9 @@ def test_greedy_samples_and_filtered_groups_add_sampling_time() -> None:
 
 def test_a_synchronous_step_samples_the_surplus_of_over_sampling() -> None:
     def gen(oversample: float, tried: float, enabled: bool = True, **settings: Any) -> Any:
-        run = recipe(algorithm__dynamic_sampling__enabled=enabled, algorithm__dynamic_sampling__oversample=oversample, **settings)
+        run = recipe(
+            algorithm__dynamic_sampling__enabled=enabled, algorithm__dynamic_sampling__oversample=oversample, **settings
+        )
         return estimate(run, {"rollout": QWEN}, device_named("H100"), tried=tried).phases[0]
 
     assert gen(4.0, 1.0).seconds == gen(4.0, 3.0).seconds == gen(1.0, 4.0).seconds

@@ -282,7 +282,13 @@ def test_devices_that_cannot_be_split_are_simulated_together() -> None:
 
 
 def test_a_note_says_that_over_sampling_is_not_simulated() -> None:
-    arguments = [str(ROOT / "recipes/dapo_qwen3_30b.yaml"), "algorithm.dynamic_sampling.enabled=true", "--steps", "2", "--json"]
+    arguments = [
+        str(ROOT / "recipes/dapo_qwen3_30b.yaml"),
+        "algorithm.dynamic_sampling.enabled=true",
+        "--steps",
+        "2",
+        "--json",
+    ]
     for oversample, notes in (("1.0", 0), ("2.0", 1)):
         done = run_command(*arguments, f"algorithm.dynamic_sampling.oversample={oversample}")
         assert done.exit_code == 0, done.output
