@@ -114,10 +114,26 @@ def test_a_call_that_cannot_start_ends_the_waiting_groups() -> None:
     def fail(most: int) -> Any:
         raise OSError("no memory")
 
-    calls.collector._start_call = fail
+    start, calls.collector._start_call = calls.collector._start_call, fail
     calls.reply(1)
     with pytest.raises(OSError, match="no memory"):
         waiting.result(0)
+    (first,) = calls.collect(3)
+    with pytest.raises(OSError, match="no memory"):
+        first.result(0)
+    calls.collector._start_call = start
+    (later,) = calls.collect(4)
+    calls.reply(4)
+    assert later.result(0)[0].number == 4
+
+
+def test_a_group_that_is_waited_for_cannot_be_cancelled() -> None:
+    """A cancelled one would lose the groups behind it in the reply."""
+    calls = Calls()
+    first, second = calls.collect(1, 2)
+    assert not first.cancel()
+    calls.reply(1, 2)
+    assert first.result(0)[0].number == 1 and second.result(0)[0].number == 2
 
 
 def test_a_group_may_arrive_before_it_is_collected() -> None:

@@ -40,15 +40,18 @@ class GroupCollector:
 
     def collect(self, group: int) -> Future[Collected]:
         """Wait for a group that is submitted to the process; the result raises CallFailed if it failed, and ServiceDied if the
-        process has died."""
-        result: Future[Collected] = Future()
+        process has died. It cannot be cancelled."""
+        result = _promise()
         with self._lock:
             if group in self._early:
                 return _pop(self._early, group)
             self._waiting.setdefault(group, deque()).append(result)
             is_first, self._is_calling = not self._is_calling, True
         if is_first:
-            self._call()
+            try:
+                self._call()
+            except BaseException as error:  # noqa: BLE001 -- every group that waits raises it, and the next `collect` calls again
+                self._fail(error)
         return result
 
     def _call(self) -> None:
@@ -84,7 +87,7 @@ class GroupCollector:
         with self._lock:
             if number in self._waiting:
                 return _pop(self._waiting, number)
-            result: Future[Collected] = Future()
+            result = _promise()
             self._early.setdefault(number, deque()).append(result)
             return result
 
@@ -101,6 +104,13 @@ class GroupCollector:
         for results in waiting.values():
             for result in results:
                 result.set_exception(error)
+
+
+def _promise() -> Future[Collected]:
+    """Return a future that cannot be cancelled: a reply has the results of several groups."""
+    result: Future[Collected] = Future()
+    result.set_running_or_notify_cancel()
+    return result
 
 
 def _pop(results: dict[int, deque[Future[Collected]]], number: int) -> Future[Collected]:
