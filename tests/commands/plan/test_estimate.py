@@ -82,7 +82,7 @@ def test_a_synchronous_step_samples_the_surplus_of_over_sampling() -> None:
     assert "75% of groups are filtered or surplus" in gen(4.0, 1.0).assumed
     assert gen(4.0, 5.0).seconds == gen(1.0, 5.0).seconds, "more are filtered"
     assert gen(4.0, 1.0, enabled=False).seconds == gen(1.0, 1.0).seconds
-    ahead = {"rollout__max_staleness": 1, "cluster__placement": "disaggregated"}
+    ahead: dict[str, Any] = {"rollout__max_staleness": 1, "cluster__placement": "disaggregated"}
     assert gen(4.0, 1.0, **ahead).seconds == gen(1.0, 1.0, **ahead).seconds
 
 
