@@ -181,7 +181,7 @@ class Admission:
 
     def take_unused(self) -> UnusedGroups:
         """Return the groups that no batch took since the last call. After the run's last batch these include the waiting groups and
-        the running ones, whose tokens are not counted: call it once then."""
+        running groups, without their tokens: call it once then."""
         unused, self.unused = self.unused, UnusedGroups()
         if self.state.closed == self.batches and not self.closed:
             waiting = [item.group for item in self.waiting()]
