@@ -15,6 +15,7 @@ import functools
 import heapq
 import os
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -55,7 +56,8 @@ class Engine:
     def __init__(self, index: int, clock: Clock, costs: Costs, lengths: DrawnLengths, samples: int, filtered: float):
         self.name, self.index, self.clock, self.filtered = f"engine{index}", index, clock, filtered
         self.virtual, self.lengths, self.samples = VirtualEngine(costs), lengths, samples
-        self.collected: dict[int, Future[Any]] = {}
+        self.answered: deque[Group] = deque()
+        self.collecting: tuple[int, Future[Any]] | None = None
         self.finished: dict[int, list[FinishedSample]] = {}
         self.epoch = 0
 
@@ -69,9 +71,20 @@ class Engine:
         done.set_result(None)
         return done
 
-    def call_with_data(self, method: str, number: int) -> Future[Any]:
-        self.collected[number] = Future()
-        return self.collected[number]
+    def call_with_parts(self, method: str, parts: int) -> Future[Any]:
+        assert method == "collect", method
+        call: Future[Any] = Future()
+        self.collecting = parts, call
+        self.reply()
+        return call
+
+    def reply(self) -> None:
+        """End the call that waits for groups, if any has finished."""
+        if self.collecting is None or not self.answered:
+            return
+        (parts, call), self.collecting = self.collecting, None
+        groups = [self.answered.popleft() for _ in range(min(parts, len(self.answered)))]
+        call.set_result(([(group.number, group) for group in groups], [InlineData([]) for _ in groups]))
 
     def plan(self) -> None:
         """Enter the next finish into the clock, and void the former one."""
@@ -106,8 +119,8 @@ class Engine:
                 )
                 for index, one in enumerate(samples)
             ]  # fmt: skip
-            result = (Group(number, f"row/{number}", "train", group), InlineData([]))
-            self.collected.pop(number).set_result(result)
+            self.answered.append(Group(number, f"row/{number}", "train", group))
+        self.reply()
 
 
 @dataclass(frozen=True)

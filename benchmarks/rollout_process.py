@@ -97,9 +97,11 @@ def requests(first: int, groups: int, samples: int, tokens: int, seeded: bool) -
 
 async def measure(folder: str, options: argparse.Namespace, marks: Marks) -> dict[str, Any]:
     """Run in the process of the rollout: sample after a warm-up, and return the figures."""
+    from megarl.cluster.failures import Raised
     from megarl.engines.base import EngineSpec
     from megarl.recipe.sandbox import SandboxConfig
     from megarl.recipe.schema import RewardConfig
+    from megarl.rollout.collect.collector import MOST_GROUPS
     from megarl.rollout.server import RolloutServer
 
     marks.add("megarl's rollout server")
@@ -123,9 +125,14 @@ async def measure(folder: str, options: argparse.Namespace, marks: Marks) -> dic
     async def sample(first: int, groups: int) -> list[Any]:
         wave = requests(first, groups, options.samples, options.tokens, not options.unseeded)
         submitted = asyncio.create_task(server.submit(wave))
-        results = await asyncio.gather(*(server.collect(each.group) for each in wave))
+        finished: list[Any] = []
+        while len(finished) < groups:
+            finished += (await server.collect(MOST_GROUPS))[0]
         await submitted
-        return [group for group, _ in results]
+        errors = [f"group {number}: {group.message}" for number, group in finished if isinstance(group, Raised)]
+        if errors:
+            raise RuntimeError(f"{len(errors)} of {groups} groups failed; the first is {errors[0]}")
+        return [group for _, group in finished]
 
     await sample(0, 4)
     spent, backend = Spent(), cast(Any, server.engine)._backend

@@ -37,6 +37,7 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
             notice
             for notice in (
                 loss_notice(recipe.algorithm),
+                mini_batch_notice(recipe),
                 quantization_notice(recipe),
                 group_size_notice(recipe),
                 warmup_notice(recipe),
@@ -90,6 +91,16 @@ def loss_notice(algorithm: AlgorithmConfig) -> str | None:
         value = getattr(algorithm, name)
         values.append(f"{name} {value}" if value == default else f"{name} {value} (default of this loss: {default})")
     return f"algorithm.loss={algorithm.loss} trains with {', '.join(values)}" if values else None
+
+
+def mini_batch_notice(recipe: Recipe) -> str | None:
+    """Return a notice if `actor.mini_batch_order: balanced` changes the weights of tokens; None otherwise."""
+    if recipe.actor.mini_batch_order != "balanced" or recipe.algorithm.aggregation != "token_mean":
+        return None
+    return (
+        "actor.mini_batch_order=balanced with algorithm.aggregation=token_mean changes the loss: a token weighs less in a mini batch of "
+        "long samples, and more in one of short samples. Set actor.mini_batch_order=as_sampled, or an aggregation over samples"
+    )
 
 
 def quantization_notice(recipe: Recipe) -> str | None:

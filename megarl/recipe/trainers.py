@@ -163,7 +163,7 @@ class ActorConfig:
     )
     mini_batch_order: Literal["as_sampled", "balanced"] = key(
         "as_sampled",
-        "Groups of a mini batch. as_sampled: in admission order. balanced: groups with similarly long samples together, so that ranks do not wait for one long sample. The critic's mini batches follow it too.",
+        "Groups of a mini batch. as_sampled: in admission order. balanced: groups with similarly long samples together, so that ranks do not wait for one long sample; with `algorithm.aggregation: token_mean` this changes the weights of tokens. The critic's mini batches are always as_sampled.",
     )
     epochs: int = key(
         1,

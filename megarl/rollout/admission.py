@@ -14,9 +14,10 @@ batch closes with fewer groups.
 
 With over-sampling by a factor f, ceil(f places) groups start with each version where the capacity above has `places`, so that filtered
 groups need no replacement that starts late. If an update waits for running groups, more start until then only if the batch of the
-newest weights would stay short. The number of started groups depends on which groups are filtered, not on the order in which they
-finish. Batches stay in admission order. If fewer groups are filtered, the surplus enters the next batches, or is left out and
-counted (`unused`) where it would exceed the largest lag.
+newest weights would stay short. If an update waits for running groups (drain), the number of started groups depends on which groups
+are filtered, not on the order in which they finish, and batches stay in admission order. With the other rules, which groups are
+trained depends on that order, too. If fewer groups are filtered, the surplus enters the next batches, or is left out and counted
+(`unused`) where it would exceed the largest lag, or after the last batch.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class AdmissionState:
 
 @dataclass
 class UnusedGroups:
-    """Finished groups of over-sampling that no batch takes."""
+    """Groups of over-sampling that no batch takes."""
 
     groups: int = 0
-    tokens: int = 0  # prompts included
+    tokens: int = 0  # of the finished ones, prompts included
 
 
 @dataclass
@@ -179,8 +180,13 @@ class Admission:
         return after_last or self.state.closed - oldest > largest_lag
 
     def take_unused(self) -> UnusedGroups:
-        """Return the groups that no batch took since the last call."""
+        """Return the groups that no batch took since the last call. After the run's last batch these include the waiting groups and
+        running groups, without their tokens: call it once then."""
         unused, self.unused = self.unused, UnusedGroups()
+        if self.state.closed == self.batches and not self.closed:
+            waiting = [item.group for item in self.waiting()]
+            unused.groups += self.running + len(waiting)
+            unused.tokens += sum(sample.length for group in waiting for sample in group.samples)
         return unused
 
     def _wait(self, item: TriedGroup) -> None:

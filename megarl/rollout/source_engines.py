@@ -92,6 +92,7 @@ class EnginesSource:
         self._dispatch = Dispatch(len(self.engines), finishing)
         self._waiting = Waiting(len(self.engines))
         self._taking = False  # the trainers wait for a batch
+        self._closed = False  # the tape has ended: groups that still run are left out
         self._arrivals: Arrivals[Arrival] = arrivals or Arrivals()
         advice = self._arrivals.stall_advice
         self._stall_timer = StallTimer(rollout.timeout, advice, lambda: outages is not None and outages.is_down)
@@ -150,8 +151,11 @@ class EnginesSource:
     def _has_batch(self) -> bool:
         if not self.admission.closed:
             self._arrivals.check_more_groups()
-        # Surplus groups may still run. Without staleness they end first: engines on the trainers' devices sleep during the update.
-        return bool(self.admission.closed) and not (self.admission.max_staleness == 0 and self.admission.running)
+        return bool(self.admission.closed) and not self._awaits_surplus()
+
+    def _awaits_surplus(self) -> bool:
+        """Return whether surplus groups must end before a complete batch: engines on the trainers' devices sleep during the update."""
+        return self.admission.max_staleness == 0 and self.admission.running > 0
 
     def drain(self) -> None:
         """See `SampleSource`. Engines that hand groups over have replied when this returns: updates must not change their weights
@@ -176,7 +180,7 @@ class EnginesSource:
         with self._change:
             if self.admission.version == self.recipe.train.steps - 1:
                 self._arrivals.ended()
-            self.admission.version = None
+            self.admission.version, self._closed = None, True
 
     def state(self, *, interrupted: bool = False) -> dict[str, Any]:
         partials = self._copy_partials(interrupted)
@@ -331,8 +335,9 @@ class EnginesSource:
             version = result.result()
             with self._change:
                 self._loads.end(engine)
-                self._arrivals.add_load(Loaded(engine, version))
-                self._handle_due()
+                if not self._closed:
+                    self._arrivals.add_load(Loaded(engine, version))
+                    self._handle_due()
         except BaseException as error:  # noqa: BLE001 -- the controller raises it
             self._fail(error)
 
@@ -359,7 +364,7 @@ class EnginesSource:
             if not keep:  # free the vectors; the metrics still need the control data
                 attach((group, InlineData([])))
             with self._change:
-                if not self._owners.owns(number, (engine, process)):  # its engine has just left
+                if self._closed or not self._owners.owns(number, (engine, process)):  # its engine has just left
                     return
                 self._stall_timer.reset()
                 self._owners.arrive(number)
@@ -386,6 +391,7 @@ class EnginesSource:
     def _observe(self, scoring: float = 0.0) -> None:
         """Note who waits now. Call with the lock, after a change. scoring: seconds, of the group that has just arrived."""
         reason: Reason | None = None
-        if self._taking and not self.admission.closed:
-            reason = "window" if self.admission.has_enough_finished() else "engines"
+        if self._taking and (not self.admission.closed or self._awaits_surplus()):
+            has_groups = not self.admission.closed and self.admission.has_enough_finished()
+            reason = "window" if has_groups else "engines"
         self._waiting.observe(self._dispatch.idle, reason, scoring, self._dispatch.open)

@@ -9,6 +9,8 @@ from benchmarks.packing import QWEN3_30B_A3B, over_ideal, siblings
 from megarl.batching.mini_batches import as_sampled, balanced
 from megarl.batching.plan import plan_step
 from megarl.errors import RecipeError
+from megarl.platform.cpu import CPUPlatform
+from megarl.preflight.environment import environment_notices, mini_batch_notice
 from megarl.preflight.recipe.general import actor_errors
 from megarl.recipe.schema import Recipe
 from megarl.types import Group, InlineData, Sample
@@ -100,6 +102,20 @@ def test_an_order_without_effect_is_refused() -> None:
     (error,) = actor_errors(ordered("balanced", 1))
     assert isinstance(error, RecipeError) and "one mini batch" in str(error)
     assert not list(actor_errors(ordered("as_sampled", 1)))
+    critic = ordered("balanced", 1)
+    critic.critic.mini_batches = 4  # as sampled
+    assert "one mini batch" in str(*actor_errors(critic))
     recipe = ordered("balanced", 2)
     recipe.data.prompts_per_step = 4
     assert not list(actor_errors(recipe))
+
+
+def test_a_notice_says_that_the_order_changes_the_loss() -> None:
+    """With token_mean a mini batch of long samples gives each token a smaller weight; a mean over samples has the same weights."""
+    recipe = ordered("balanced", 2)
+    recipe.algorithm.aggregation = "token_mean"
+    notice = "actor.mini_batch_order=balanced with algorithm.aggregation=token_mean changes the loss"
+    assert [text[: len(notice)] for text in environment_notices(recipe, CPUPlatform())].count(notice) == 1
+    recipe.algorithm.aggregation = "seq_mean_token_mean"
+    assert mini_batch_notice(recipe) is None
+    assert mini_batch_notice(ordered("as_sampled", 2)) is None

@@ -24,12 +24,16 @@ def test_the_critic_view_has_the_critics_settings_as_the_actors(recipe: Path) ->
     settings = [
         "critic.trainers=2", "critic.mini_batches=4", "critic.megatron.pipeline_parallel=2", "critic.optimizer.lr=0.5",
         "critic.max_tokens_per_micro_batch=99", "actor.mini_batches=2", "algorithm.aggregation=seq_mean_token_mean",
+        "actor.mini_batch_order=balanced",
     ]  # fmt: skip
     loaded = load_recipe(recipe, [*GAE, *settings])
     view = critic_view(loaded)
     assert (view.cluster.trainers, view.megatron.pipeline_parallel, view.megatron.tensor_parallel) == (2, 2, 1)
     assert (view.actor.mini_batches, view.actor.max_tokens_per_micro_batch, view.actor.optimizer.lr) == (4, 99, 0.5)
     assert view.algorithm.aggregation == "token_mean" and view.model.path == "some/model"
+    assert view.actor.mini_batch_order == "as_sampled", (
+        "its loss is a mean over tokens, which the other order would change"
+    )
     assert (loaded.cluster.trainers, loaded.actor.mini_batches) == (4, 2), "the recipe itself is unchanged"
     assert critic_view(load_recipe(recipe, [*GAE, "critic.model_path=another"])).model.path == "another"
 

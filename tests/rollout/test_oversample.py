@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import threading
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,11 @@ from benchmarks.dynamic_sampling import Case, simulate
 from megarl.preflight.recipe.algorithm import algorithm_errors
 from megarl.recipe.schema import Recipe
 from megarl.rollout.admission import Admission, accepted_groups
+from megarl.rollout.tape import ReplayPlan, RunTape, history, segments_of
 from megarl.types import Group, InlineData, Sample, Span
+from tests.rollout.test_source import FakeService
+from tests.rollout.test_tape import header, source_of
+from tests.rollout.test_tape import recipe as tape_recipe
 
 
 def group(number: int, version: int) -> Group:
@@ -181,6 +188,79 @@ def test_the_batches_of_a_run_do_not_depend_on_the_engines() -> None:
     case = Case("", filtered=True, oversample=3.0, admission="continuous")
     few, many = (simulate(case, steps=3, engines=engines, prompts=16, samples=4) for engines in (2, 8))
     assert few.trained == many.trained and few.step > many.step
+
+
+class HeldService(FakeService):
+    """Answers a group, and loads weights, when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, Future[Any]] = {}
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        if method == "load_weights":
+            self.load: Future[int] = Future()
+            return self.load
+        return super().call(method, *arguments)
+
+    def answer_to(self, number: int) -> Future[Any]:
+        return self.held.setdefault(number, Future())
+
+    def answer(self, *numbers: int) -> None:
+        for number in numbers:
+            self._answer(self.held[number], number)
+
+
+def oversampled(**rollout: Any) -> Recipe:
+    recipe = tape_recipe(window=0, **rollout)
+    recipe.train.steps = 2
+    dynamic = recipe.algorithm.dynamic_sampling
+    dynamic.enabled, dynamic.oversample = True, 2.0
+    return recipe
+
+
+def test_groups_that_run_after_the_last_batch_are_counted_and_not_on_the_tape(tmp_path: Path) -> None:
+    service, recipe = HeldService(), oversampled(max_staleness=1, at_update="refresh")
+    source = source_of([service], RunTape(tmp_path, header()).arrivals(), recipe)
+    source.admit(0)
+    assert sorted(service.held) == list(range(16))
+    service.answer(*range(8), 9)
+    first = source.take(4)
+    source.admit(1)
+    last = source.take(4)
+    assert first.metrics["rollout/groups_unused"] == 0
+    assert last.metrics["rollout/groups_unused"] == 8 and last.metrics["rollout/tokens_unused"] == 27  # of group 9
+    source.close()
+    service.answer(8, *range(10, 16))
+    (segment,) = segments_of(tmp_path)
+    assert segment.ended and history([segment]) == [ReplayPlan(segment, None)]
+    assert [each["group"] for each in segment.records if "group" in each] == [*range(8), 9]
+    assert len(service.held) == 16, "a finished group starts no other after the end"
+
+
+def test_trainers_that_wait_for_surplus_groups_wait_for_engines() -> None:
+    service = HeldService()
+    source = source_of([service], None, oversampled(max_staleness=0))
+    source.admit(0)
+    service.answer(*range(4))
+    threading.Timer(0.3, service.answer, range(4, 8)).start()
+    batch = source.take(4)
+    assert batch.metrics["rollout/wait_seconds/engines"] > 0.2 and batch.metrics["rollout/groups_unused"] == 4
+    assert batch.metrics["rollout/wait_seconds/window"] == 0
+
+
+def test_an_engine_that_loads_weights_after_the_last_batch_is_not_on_the_tape(tmp_path: Path) -> None:
+    service, recipe = HeldService(), oversampled(max_staleness=1, at_update="finish")
+    source = source_of([service], RunTape(tmp_path, header()).arrivals(), recipe)
+    source.admit(0)
+    service.answer(*range(16))
+    source.take(4)
+    source.admit(1)
+    source.take(4)
+    source.close()
+    service.load.set_result(1)
+    (segment,) = segments_of(tmp_path)
+    assert segment.ended and not any("loaded" in each for each in segment.records)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def make_importable(source: str | Path) -> None:
     import triton.runtime.driver
 
     torch.npu = MockModule("torch.npu")
-    torch.npu.current_device = lambda: cpu.CPU
+    torch.npu.current_device = lambda: cpu.CPUPlatform().device()
     triton.runtime.driver.active.get_current_target.side_effect = RuntimeError  # MindSpeed then takes the CPU
 
 

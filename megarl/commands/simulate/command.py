@@ -142,7 +142,13 @@ def _check(recipe: Recipe) -> None:
 
 def _models(recipe: Recipe, path: Path, model: str | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the config.json of policy and teacher by section, and notes."""
-    models, notes = {"rollout": policy_config_of(recipe.model, path, model)}, []
+    models, notes = {"rollout": policy_config_of(recipe.model, path, model)}, list[str]()
+    dynamic = recipe.algorithm.dynamic_sampling
+    if dynamic.enabled and dynamic.oversample > 1.0:
+        notes.append(
+            f"No group is filtered, and the surplus of algorithm.dynamic_sampling.oversample={dynamic.oversample:g} is not sampled: "
+            "synchronous steps take longer than simulated."
+        )
     if recipe.reward.uses_judge:
         notes.append(
             "The devices of the judge's engines are not among the simulated devices, and its verdicts take no time."

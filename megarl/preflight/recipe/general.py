@@ -175,7 +175,7 @@ def required_key_errors(recipe: Recipe) -> Errors:
 def actor_errors(recipe: Recipe) -> Errors:
     yield from optimizer_errors("actor", recipe.actor.optimizer)
     yield from mini_batch_errors("actor", recipe.actor.mini_batches, recipe.data.prompts_per_step)
-    if recipe.actor.mini_batch_order == "balanced" and recipe.actor.mini_batches == recipe.critic.mini_batches == 1:
+    if recipe.actor.mini_batch_order == "balanced" and recipe.actor.mini_batches == 1:
         problem = "a step has one mini batch (actor.mini_batches=1), with all groups in any order"
         yield RecipeError("actor.mini_batch_order", problem, "leave it out", value="balanced")
     yield from parallel_size_errors("cluster.trainers", recipe.cluster.trainers, "megatron", recipe.megatron)

@@ -14,8 +14,9 @@ from megarl.recipe.trainers import LoraConfig
 def critic_view(recipe: Recipe) -> Recipe:
     """Return `recipe` with the critic's model, layout, micro batches and optimizer in place of the actor's.
 
-    A critic of the policy's model type also has the policy's `model.table`. The code that plans micro batches, lays out processes and trains then serves both. The value loss is always a mean over
-    tokens; the policy's aggregation does not apply.
+    A critic of the policy's model type also has the policy's `model.table`. The code that plans micro batches, lays out processes and
+    trains then serves both. The value loss is always a mean over the tokens of a mini batch, so the policy's aggregation and
+    `actor.mini_batch_order` do not apply: mini batches of similarly long samples would change the weights of tokens.
     """
     critic = recipe.critic
     return replace(
@@ -25,6 +26,7 @@ def critic_view(recipe: Recipe) -> Recipe:
         actor=replace(
             recipe.actor,
             mini_batches=critic.mini_batches,
+            mini_batch_order="as_sampled",
             epochs=critic.epochs,
             max_tokens_per_micro_batch=critic.max_tokens_per_micro_batch,
             optimizer=critic.optimizer,

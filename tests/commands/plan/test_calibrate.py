@@ -143,6 +143,17 @@ def test_sampling_time_of_filtered_groups_is_fitted(tmp_path: Path) -> None:
     assert fitted(run_recipe, run, tmp_path)[0].decode_share == pytest.approx(TRUE.decode_share, rel=0.02)
 
 
+def test_sampling_time_of_surplus_groups_is_fitted(tmp_path: Path) -> None:
+    """Over-sampling by 2 started 96 groups for 32: 64 tried, and 32 that no batch took."""
+    run_recipe = recipe(
+        **ORDINARY, algorithm__dynamic_sampling__enabled=True, algorithm__dynamic_sampling__oversample=2.0
+    )
+    times = estimate(run_recipe, {"rollout": QWEN}, TRUE, lengths=LENGTHS, tried=3.0)
+    counts = {"rollout/prompts_tried": 64.0, "rollout/groups_unused": 32.0}
+    run = write_run(tmp_path / "run", run_recipe, times, change=lambda line: line | counts)
+    assert fitted(run_recipe, run, tmp_path)[0].decode_share == pytest.approx(TRUE.decode_share, rel=0.02)
+
+
 def test_a_run_is_compared_with_the_estimate_of_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is compared with an estimate that has counted engines, the counted weight sync and the teacher's model."""
     run_recipe = recipe(**ORDINARY, weight_sync__route="sharded", algorithm__reference="teacher", teacher__path="t")

@@ -71,6 +71,21 @@ def test_greedy_samples_and_filtered_groups_add_sampling_time() -> None:
     assert tried.seconds > plain and "75% of groups are filtered" in tried.assumed
 
 
+def test_a_synchronous_step_samples_the_surplus_of_over_sampling() -> None:
+    def gen(oversample: float, tried: float, enabled: bool = True, **settings: Any) -> Any:
+        run = recipe(
+            algorithm__dynamic_sampling__enabled=enabled, algorithm__dynamic_sampling__oversample=oversample, **settings
+        )
+        return estimate(run, {"rollout": QWEN}, device_named("H100"), tried=tried).phases[0]
+
+    assert gen(4.0, 1.0).seconds == gen(4.0, 3.0).seconds == gen(1.0, 4.0).seconds
+    assert "75% of groups are filtered or surplus" in gen(4.0, 1.0).assumed
+    assert gen(4.0, 5.0).seconds == gen(1.0, 5.0).seconds, "more are filtered"
+    assert gen(4.0, 1.0, enabled=False).seconds == gen(1.0, 1.0).seconds
+    ahead: dict[str, Any] = {"rollout__max_staleness": 1, "cluster__placement": "disaggregated"}
+    assert gen(4.0, 1.0, **ahead).seconds == gen(1.0, 1.0, **ahead).seconds
+
+
 def test_counted_engines_and_links_replace_formulas() -> None:
     counted, device = recipe(rollout__engine_args={"max_num_seqs": 64}, megatron__offload=False), device_named("H100")
     free, narrow = (

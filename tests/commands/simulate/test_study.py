@@ -281,6 +281,20 @@ def test_devices_that_cannot_be_split_are_simulated_together() -> None:
         study(subject(16, **whole), steps=2)
 
 
+def test_a_note_says_that_over_sampling_is_not_simulated() -> None:
+    arguments = [
+        str(ROOT / "recipes/dapo_qwen3_30b.yaml"),
+        "algorithm.dynamic_sampling.enabled=true",
+        "--steps",
+        "2",
+        "--json",
+    ]
+    for oversample, notes in (("1.0", 0), ("2.0", 1)):
+        done = run_command(*arguments, f"algorithm.dynamic_sampling.oversample={oversample}")
+        assert done.exit_code == 0, done.output
+        assert sum(f"oversample={float(oversample):g}" in note for note in json.loads(done.stdout)["notes"]) == notes
+
+
 def test_a_synchronous_run_takes_the_seconds_of_its_plan() -> None:
     """`plan` sums phases of a mean step; the simulator plays each request. They differ by the tail of the engines."""
     path = ROOT / "recipes/cuda/grpo_qwen3_8b.yaml"

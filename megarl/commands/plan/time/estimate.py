@@ -54,8 +54,8 @@ def estimate(
 
     `models`: config.json of the policy ("rollout"), and of critic and teacher, which are as large as the policy if absent.
     `response`: mean tokens of a response (`Lengths.of`); `lengths`: all lengths instead. `engine`: counted memory of an engine
-    rank; `links`: bytes of the weight sync; None: computed by formula. `tried`: prompts sampled per prompt that is trained on.
-    Raises ValueError for a model without a FLOP count.
+    rank; `links`: bytes of the weight sync; None: computed by formula. `tried`: prompts sampled per prompt that is trained on;
+    with over-sampling, a synchronous step samples at least `oversample` of them. Raises ValueError for a model without a FLOP count.
     """
     step = Step(
         recipe,
@@ -164,6 +164,13 @@ class Step:
         return self.recipe.data.prompts_per_step * samples_per_group(self.recipe)
 
     @property
+    def tries(self) -> float:
+        """Prompts sampled per prompt that is trained on. With staleness, a surplus of over-sampling enters the next batches."""
+        dynamic = self.recipe.algorithm.dynamic_sampling
+        starts = dynamic.oversample if dynamic.enabled and self.recipe.rollout.max_staleness == 0 else 1.0
+        return max(self.tried, starts)
+
+    @property
     def actor(self) -> Trainers:
         return Trainers(self.recipe, self.shape, self.device)
 
@@ -258,7 +265,7 @@ class Step:
 
     def _generate(self) -> Cost:
         greedy = ADVANTAGES[self.recipe.algorithm.advantage].needs_greedy
-        rollout, prompts = self.recipe.rollout, self.recipe.data.prompts_per_step * self.tried
+        rollout, prompts = self.recipe.rollout, self.recipe.data.prompts_per_step * self.tries
         key = "gen", rollout.engines, rollout.tensor_parallel, rollout.data_parallel, rollout.expert_parallel
         samples = rollout.samples_per_prompt + greedy
         return self._once(key, lambda: generate(self.engines, self.lengths, prompts, samples))
@@ -300,8 +307,9 @@ class Step:
             "scoring, tools and judges keep up",
         ]
         if self.recipe.algorithm.dynamic_sampling.enabled:
-            filtered = 1 - 1 / self.tried
-            parts.append(f"{filtered:.0%} of groups are filtered" if filtered else "no group is filtered")
+            filtered = 1 - 1 / self.tries
+            missing = "filtered" if self.recipe.algorithm.dynamic_sampling.oversample == 1.0 else "filtered or surplus"
+            parts.append(f"{filtered:.0%} of groups are {missing}" if filtered else f"no group is {missing}")
         return "; ".join(parts)
 
     def _of_teacher(self) -> str:

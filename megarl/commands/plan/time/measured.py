@@ -112,6 +112,6 @@ def _lengths(lines: list[dict[str, float]]) -> Lengths:
 
 
 def _tried(lines: list[dict[str, float]], prompts_per_step: int) -> float:
-    name = "rollout/prompts_tried"
-    tried = [line[name] for line in lines if name in line]
+    name, unused = "rollout/prompts_tried", "rollout/groups_unused"
+    tried = [line[name] + line.get(unused, 0.0) for line in lines if name in line]
     return fmean(tried) / prompts_per_step if tried else 1.0
