@@ -108,7 +108,7 @@ def test_the_adaptor_runs_before_model_parallel_is_initialized(monkeypatch: pyte
         order.append("initialize")
         raise Stop
 
-    monkeypatch.setattr(models, "read_model_config", lambda path: SimpleNamespace(to_dict=lambda: heads))
+    monkeypatch.setattr(models, "read_model_config", lambda path, **_: SimpleNamespace(to_dict=lambda: heads))
     monkeypatch.setattr(models, "check_layout", lambda *_: None)
     monkeypatch.setattr(models.torch.distributed, "get_world_size", lambda: 128)
     monkeypatch.setattr(models, "initialize_parallel", initialize)
