@@ -13,11 +13,11 @@ order. Groups are never dropped, so batches are not biased towards short respons
 batch closes with fewer groups.
 
 With over-sampling by a factor f, ceil(f places) groups start with each version where the capacity above has `places`, so that filtered
-groups need no replacement that starts late. If an update waits for running groups, more start until then only if the batch of the
-newest weights would stay short. If an update waits for running groups (drain), the number of started groups depends on which groups
-are filtered, not on the order in which they finish, and batches stay in admission order. With the other rules, which groups are
-trained depends on that order, too. If fewer groups are filtered, the surplus enters the next batches, or is left out and counted
-(`unused`) where it would exceed the largest lag, or after the last batch.
+groups need no replacement that starts late. If an update waits for running groups (drain), more start before it only if the batch of
+the newest weights would stay short. The number of started groups then depends on which groups are filtered, not on the order in
+which they finish, and batches stay in admission order. With the other rules, which groups are trained depends on that order, too.
+If fewer groups are filtered, the surplus enters the next batches, or is left out and counted (`unused`) where it would exceed the
+largest lag, or after the last batch.
 """
 
 from __future__ import annotations
