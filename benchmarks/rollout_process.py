@@ -21,9 +21,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from benchmarks.process_memory import Marks, table
+
+if TYPE_CHECKING:
+    from megarl.rollout.server import RolloutServer
 
 PROMPT = 256  # tokens of each prompt, so that a group has something to share
 
@@ -95,13 +98,41 @@ def requests(first: int, groups: int, samples: int, tokens: int, seeded: bool) -
     ]  # fmt: skip
 
 
+async def sample(server: RolloutServer, first: int, groups: int, options: argparse.Namespace) -> list[Any]:
+    """Return the groups of requests, the first one numbered `first`. Raises RuntimeError if a group failed."""
+    from megarl.cluster.failures import Raised
+    from megarl.rollout.collect.collector import MOST_GROUPS
+
+    wave = requests(first, groups, options.samples, options.tokens, not options.unseeded)
+    submitted = asyncio.create_task(server.submit(wave))
+    finished: list[Any] = []
+    while len(finished) < groups:
+        finished += (await server.collect(MOST_GROUPS))[0]
+    await submitted
+    errors = [f"group {number}: {group.message}" for number, group in finished if isinstance(group, Raised)]
+    if errors:
+        raise RuntimeError(f"{len(errors)} of {groups} groups failed; the first is {errors[0]}")
+    return [group for _, group in finished]
+
+
+def count_prefills(scheduler: Any) -> list[int]:
+    """Return a list with the number of prompt tokens that vLLM's scheduler has scheduled since this call; it grows later."""
+    prefilled, schedule = [0], scheduler.schedule
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        prefilled[0] += sum(count for count in output.num_scheduled_tokens.values() if count > 1)
+        return output
+
+    scheduler.schedule = counted
+    return prefilled
+
+
 async def measure(folder: str, options: argparse.Namespace, marks: Marks) -> dict[str, Any]:
     """Run in the process of the rollout: sample after a warm-up, and return the figures."""
-    from megarl.cluster.failures import Raised
     from megarl.engines.base import EngineSpec
     from megarl.recipe.sandbox import SandboxConfig
     from megarl.recipe.schema import RewardConfig
-    from megarl.rollout.collect.collector import MOST_GROUPS
     from megarl.rollout.server import RolloutServer
 
     marks.add("megarl's rollout server")
@@ -122,30 +153,9 @@ async def measure(folder: str, options: argparse.Namespace, marks: Marks) -> dic
     await server.start()
     marks.add("engine: model of 1 MiB, KV cache of 128 MiB, buffers, processes of scorers")
 
-    async def sample(first: int, groups: int) -> list[Any]:
-        wave = requests(first, groups, options.samples, options.tokens, not options.unseeded)
-        submitted = asyncio.create_task(server.submit(wave))
-        finished: list[Any] = []
-        while len(finished) < groups:
-            finished += (await server.collect(MOST_GROUPS))[0]
-        await submitted
-        errors = [f"group {number}: {group.message}" for number, group in finished if isinstance(group, Raised)]
-        if errors:
-            raise RuntimeError(f"{len(errors)} of {groups} groups failed; the first is {errors[0]}")
-        return [group for _, group in finished]
-
-    await sample(0, 4)
+    await sample(server, 0, 4, options)
     spent, backend = Spent(), cast(Any, server.engine)._backend
-    scheduler = backend._engine.engine_core.engine_core.scheduler
-    prefilled = [0]
-    schedule = scheduler.schedule
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
-        prefilled[0] += sum(count for count in output.num_scheduled_tokens.values() if count > 1)
-        return output
-
-    scheduler.schedule = counted
+    prefilled = count_prefills(backend._engine.engine_core.engine_core.scheduler)
     spent.wrap(backend._engine, "step", "vllm")
     spent.wrap(backend._engine, "add_request", "vllm")
     spent.wrap(backend, "step", "engine thread: steps")
@@ -154,7 +164,7 @@ async def measure(folder: str, options: argparse.Namespace, marks: Marks) -> dic
     spent.wrap(server, "_group", "groups and vectors")
     scorers, threads = children_seconds(), thread_seconds()
     begin = time.process_time()
-    groups = await sample(1000, options.groups)
+    groups = await sample(server, 1000, options.groups, options)
     process = time.process_time() - begin
     after, scorers = thread_seconds(), children_seconds() - scorers
     marks.add(f"after {options.groups * options.samples:,} requests")

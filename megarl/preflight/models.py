@@ -136,7 +136,7 @@ LARGEST_SIZES = {
 
 
 def read_hf_config(path: str, key: str = POLICY) -> Config:
-    """Return config.json of the Hugging Face directory `path`, the value of the setting `key`, without a table of its own.
+    """Return config.json of the Hugging Face directory `path`, the value of the setting `key`. A family's table in it is left out.
 
     Raises RecipeError.
     """

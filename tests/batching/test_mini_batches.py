@@ -73,7 +73,7 @@ def test_balanced_mini_batches_take_at_most_1_05_of_the_ideal(mini_batches: int)
 
 @pytest.mark.parametrize("order", ["as_sampled", "balanced"])
 def test_mini_batches_and_weights_do_not_depend_on_the_layout(order: str) -> None:
-    """The loss of each optimizer step is then that of one rank: see tests/megatron/test_loss_invariance.py."""
+    """Each optimizer step then has the loss that one rank computes (tests/megatron/test_loss_invariance.py)."""
     groups = batch(siblings(12, 4, seed=3))
 
     def steps(data_parallel: int, multiple_of: int) -> list[dict[int, float]]:

@@ -25,7 +25,7 @@ def test_live_bytes_count_saved_tensors_and_gradients_and_not_freed_tensors() ->
     assert peak_bytes(lambda: passes(5)) == pytest.approx(3 * vector.nbytes, rel=0.01), (
         "and the gradient of earlier passes"
     )
-    assert peak_bytes(lambda: vector.detach().view(2, -1)) == 0, "a view is no memory"
+    assert peak_bytes(lambda: vector.detach().view(2, -1)) == 0, "a view allocates nothing"
 
 
 @pytest.mark.parametrize("name", LOSSES.names())
@@ -62,3 +62,11 @@ def test_rows_without_gradient_give_the_loss_alone() -> None:
     losses = by_rows(torch.ones(5, 2), torch.ones(5, 2), lambda v, c: (v * c).sum(1))
     assert losses.tolist() == [2.0] * 5
     assert not losses.requires_grad
+
+
+def test_rows_of_two_dtypes_give_the_loss_of_the_wider_one() -> None:
+    """A teacher's float32 log-probs keep the loss in float32; the gradient has the policy's dtype."""
+    parts = torch.rand(5, 3).to(torch.bfloat16).requires_grad_()
+    losses = by_rows(parts, torch.rand(5, 3), lambda v, c: (v.exp() * (v - c)).sum(1))
+    losses.sum().backward()
+    assert losses.dtype == torch.float32 and parts.grad is not None and parts.grad.dtype == torch.bfloat16

@@ -53,7 +53,9 @@ def test_two_groups_start_for_each_place_and_the_surplus_is_counted() -> None:
     assert list(admission.start(admission.capacity())) == list(range(8))
     for number in (7, 6, 0, 1, 2, 3):
         admission.finish(group(number, 0), True)
-    assert [each.number for each in accepted_groups(admission.closed[0])] == [0, 1, 2, 3], "not those that finish first"
+    assert [each.number for each in accepted_groups(admission.closed[0])] == [0, 1, 2, 3], (
+        "the groups that started first"
+    )
     assert admission.capacity() == 0 and admission.running == 2
     for number in (4, 5):
         admission.finish(group(number, 0), number == 4)

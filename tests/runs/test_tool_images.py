@@ -24,7 +24,7 @@ PROMPT = [{"role": "user", "content": "How many?"}]
 
 
 def write_model(path: Path, name: str) -> None:
-    """A tiny model whose tokenizer writes calls of tools, and images in their answers."""
+    """Write a tiny model with a tokenizer and a chat template for tools, and for images in their answers."""
     start, end, image, video = range(FIRST_IMAGE_ID, FIRST_IMAGE_ID + len(IMAGE_TOKENS))
     ids = {"vision_start_token_id": start, "vision_end_token_id": end, "image_token_id": image, "video_token_id": video}
     write_vl_model(path, name, vocabulary=512, eos_token_id=EOS_ID, **ids)
@@ -35,7 +35,7 @@ def write_model(path: Path, name: str) -> None:
 
 
 def demonstrations(count: int) -> list[dict[str, Any]]:
-    """Conversations in which the assistant calls the tool, whose answer has no image, and then says one of four digits."""
+    """Conversations: the assistant calls the tool, reads an answer without an image, and says one of four digits."""
     random = np.random.default_rng(0)
     return [
         {

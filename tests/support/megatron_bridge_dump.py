@@ -31,6 +31,31 @@ CONFIG: dict[str, Any] = {
 _MODULE = "megatron.bridge.models.conversion.param_mapping"
 
 
+_FIELDS = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "vocab_size": 256,
+    "layernorm_epsilon": 1e-6,
+    "share_embeddings_and_output_weights": False,
+    "rotary_base": 10000.0,
+    "rotary_percent": 1.0,
+    "activation_func": "torch.nn.functional.silu",
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "qk_layernorm": True,
+    "window_size": None,
+    "multi_latent_attention": False,
+    "transformer_layer_spec": "megatron.bridge.models.gpt_provider.default_layer_spec",
+}
+"""The fields of the provider of `CONFIG`."""
+
+
 def mapping(kind: str, parameter: str, tensors: str | dict[str, str], **more: Any) -> dict[str, Any]:
     return {"type": kind, "module": _MODULE, "parameter": parameter, "tensors": tensors, "options": {}, **more}
 
@@ -48,28 +73,6 @@ def dense_dump() -> dict[str, Any]:
         f"{at}self_attention.linear_proj.weight": f"{of}self_attn.o_proj.weight",
         f"{at}mlp.linear_fc1.layer_norm_weight": f"{of}post_attention_layernorm.weight",
         f"{at}mlp.linear_fc2.weight": f"{of}mlp.down_proj.weight",
-    }
-    fields = {
-        "num_layers": 2,
-        "hidden_size": 64,
-        "ffn_hidden_size": 96,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "kv_channels": 16,
-        "vocab_size": 256,
-        "layernorm_epsilon": 1e-6,
-        "share_embeddings_and_output_weights": False,
-        "rotary_base": 10000.0,
-        "rotary_percent": 1.0,
-        "activation_func": "torch.nn.functional.silu",
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
-        "normalization": "RMSNorm",
-        "position_embedding_type": "rope",
-        "qk_layernorm": True,
-        "window_size": None,
-        "multi_latent_attention": False,
-        "transformer_layer_spec": "megatron.bridge.models.gpt_provider.default_layer_spec",
     }
     return {
         "version": "9.9",
@@ -93,7 +96,7 @@ def dense_dump() -> dict[str, Any]:
         "provider": {
             "type": "GPTModelProvider",
             "provide": "megatron.bridge.models.gpt_provider.GPTModelProvider",
-            "fields": fields,
+            "fields": dict(_FIELDS),
             "defaults": {"qk_layernorm": False, "window_size": None},
         },
     }

@@ -24,7 +24,7 @@ def by_rows(variable: Tensor, constant: Tensor, loss: RowLoss) -> Tensor:
     class RowLosses(torch.autograd.Function):
         @staticmethod
         def forward(context: Any, rows: Tensor) -> Tensor:
-            losses = rows.new_empty(len(rows))
+            losses = rows.new_empty(len(rows), dtype=torch.promote_types(rows.dtype, constant.dtype))
             slopes = torch.empty_like(rows) if context.needs_input_grad[0] else None
             for start in range(0, len(rows), ROWS):
                 part = slice(start, start + ROWS)
@@ -41,6 +41,6 @@ def by_rows(variable: Tensor, constant: Tensor, loss: RowLoss) -> Tensor:
         @staticmethod
         def backward(context: Any, gradient: Tensor) -> Tensor:
             (slopes,) = context.saved_tensors
-            return slopes * gradient[:, None]
+            return (slopes * gradient[:, None]).to(slopes.dtype)
 
     return RowLosses.apply(variable)

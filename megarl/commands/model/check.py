@@ -63,7 +63,7 @@ def check_config(model: str, config: dict[str, Any], weights_problem: str | None
 
 @dataclass(frozen=True)
 class ReadModel:
-    """What `read_config` finds of a model."""
+    """A model's config.json, and whether its weights fit it."""
 
     config: dict[str, Any]  # its config.json
     folder: Path | None  # with config.json; None: a published model, of which megarl has config.json alone

@@ -30,7 +30,7 @@ class GroupCollector:
     """
 
     def __init__(self, service: Service, call: Callable[[int], Future[Reply]]) -> None:
-        """service: the process. call: requests up to so many finished groups of the process. No other collector may do so."""
+        """service: the rollout process. call: starts a call of it for at most so many finished groups. A process has one collector."""
         self.service, self._start_call = service, call
         self._lock = threading.Lock()
         self._waiting: dict[int, deque[Future[Collected]]] = {}  # by group; the results of a group arrive in order

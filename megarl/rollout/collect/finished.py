@@ -32,7 +32,7 @@ class FinishedGroups:
         self._add(number, scored)
 
     def fail(self, number: int, error: BaseException) -> None:
-        """Add a group whose sampling or scoring ended with `error`."""
+        """Add a group whose sampling or scoring raised `error`."""
         self._add(number, Raised.of(error))
 
     async def take(self, most: int) -> tuple[list[FinishedGroup], list[list[SampleTokens]]]:

@@ -194,7 +194,7 @@ def device_of(name):
 
 
 def devices_of_ray(parameters):
-    """Devices that `ray start` is told of. Ray 2.60 has an option for GPUs, and takes NPUs as a resource of that name."""
+    """Return the devices that `ray start` registers: GPUs by their option, NPUs as a resource of that name (Ray 2.60)."""
     if "num-gpus" in parameters:
         return {"GPU": int(parameters["num-gpus"])}
     return json.loads(json.loads(parameters["resources"]))

@@ -1,4 +1,4 @@
-"""What a file with a family's table may contain, and the check of it: the file may come from anybody."""
+"""The check of a file with a family's table, which may come from anybody: fields, kinds of rows and settings that it may have."""
 
 from __future__ import annotations
 
