@@ -39,14 +39,48 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "weight-sync": ("megarl weight-sync recipes/dapo_qwen3_30b.yaml",),
     "convert-weights": ("megarl convert-weights models/DeepSeek-V3 --out models/DeepSeek-V3-bf16",),
     "convert-config": ("megarl convert-config run_qwen3_8b.sh --out mine.yaml --rows 7473",),
+    "data": (
+        "megarl data quickstart --out data/quickstart",
+        "megarl data gsm8k --source openai/gsm8k --out data/gsm8k",
+    ),
+    "data gsm8k": (
+        "megarl data gsm8k --source openai/gsm8k --out data/gsm8k",
+        "megarl data gsm8k --source downloads/gsm8k --out data/gsm8k",
+    ),
+    "data math": ("megarl data math --source DigitalLearningGmbH/MATH-lighteval --out data/math",),
+    "data dapo_math": ("megarl data dapo_math --source BytedTsinghua-SIA/DAPO-Math-17k --out data/dapo_math",),
+    "data deepscaler": (
+        "megarl data deepscaler --source agentica-org/DeepScaleR-Preview-Dataset --out data/deepscaler",
+    ),
+    "data aime": (
+        "megarl data aime --source Maxwell-Jia/AIME_2024 --out data/aime_2024 --year 2024",
+        "megarl data aime --source math-ai/aime25 --split test --out data/aime_2025 --year 2025",
+    ),
+    "data geo3k": ("megarl data geo3k --source hiyouga/geometry3k --out data/geo3k",),
+    "data retool_sft": ("megarl data retool_sft --source JoeYing/ReTool-SFT --out data/retool_sft",),
+    "data verl_dataset": (
+        "megarl data verl_dataset --class my/dataset.py:MyDataset --source data/raw.parquet --out data/train.parquet",
+    ),
+    "data quickstart": ("megarl data quickstart --out data/quickstart",),
+    "model": ("megarl model check Qwen/Qwen3-8B",),
+    "model check": ("megarl model check Qwen/Qwen3-8B", "megarl model check models/mine --json"),
+    "model table": ("megarl model table models/mine --out mine_table.json",),
 }
 
 
-def add_examples(app: typer.Typer) -> None:
-    """Show the examples of each command of `app` below its options."""
+def add_examples(app: typer.Typer, group: str = "") -> None:
+    """Show the examples of each command of `app`, and of its groups, below its options. `group`: the name of `app`, if it is a group."""
     for command in app.registered_commands:
         assert command.callback is not None
-        name = command.name or command.callback.__name__
+        name = f"{group} {command.name or command.callback.__name__}".strip()
         if name in EXAMPLES:
-            lines = EXAMPLES[name]
-            command.epilog = "\n\n".join([f"Example{'s' * (len(lines) > 1)}:", *lines])
+            command.epilog = _epilog(EXAMPLES[name])
+    for info in app.registered_groups:
+        assert info.typer_instance is not None and info.name is not None
+        if info.name in EXAMPLES:
+            info.epilog = _epilog(EXAMPLES[info.name])
+        add_examples(info.typer_instance, info.name)
+
+
+def _epilog(lines: tuple[str, ...]) -> str:
+    return "\n\n".join([f"Example{'s' * (len(lines) > 1)}:", *lines])

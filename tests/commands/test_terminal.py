@@ -19,8 +19,10 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def visible_commands() -> list[str]:
+    """Names of the commands and groups that `--help` lists, and of the commands of each group: "data gsm8k"."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    return [name for name, command in commands.items() if not command.hidden and not hasattr(command, "commands")]
+    visible = {name: command for name, command in commands.items() if not command.hidden}
+    return [*visible, *(f"{name} {part}" for name, group in visible.items() for part in getattr(group, "commands", {}))]
 
 
 def test_every_command_has_an_example() -> None:
@@ -31,6 +33,9 @@ def test_every_command_has_an_example() -> None:
 def test_examples_parse(line: str) -> None:
     program, name, *arguments = shlex.split(line)
     command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    if hasattr(command, "commands"):
+        name, *arguments = arguments
+        command = command.commands[name]
     assert program == "megarl"
     command.make_context(name, arguments)  # raises UsageError for unknown options and missing arguments
     for argument in arguments:
@@ -43,11 +48,16 @@ def test_an_example_with_a_wrong_option_is_found() -> None:
         test_examples_parse("megarl report runs/first --htm")
 
 
-def test_help_shows_them() -> None:
+@pytest.mark.parametrize("name", ["plan", "data", "data aime", "model check"])
+def test_help_shows_them(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "megarl", "plan", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "megarl", *name.split(), "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "120"},
     )
-    assert all(line in done.stdout for line in ("Examples:", *EXAMPLES["plan"][1:]))
+    assert all(line in done.stdout for line in ("Examples:", *EXAMPLES[name]))
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="completion is tried in bash")
