@@ -13,7 +13,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "eval": ("megarl eval recipes/quickstart.yaml model.path=runs/first/hf",),
     "export": ("megarl export runs/first --out models/first",),
-    "serve": ("megarl serve recipes/quickstart.yaml --name tiny",),
+    "serve": ("megarl serve recipes/quickstart.yaml name=served --name tiny",),
     "view": ("megarl view runs/first --follow", "megarl view runs/first runs/second"),
     "report": ("megarl report runs/first",),
     "compare": (
