@@ -158,31 +158,6 @@ def test_it_opens_and_follows_quickly(browser: Chromium, address: str, live: Run
     assert browser.errors == []
 
 
-LABELS = """
-import("/static/charts.js").then(({ Chart }) => {
-  const [fill, labels] = [CanvasRenderingContext2D.prototype.fillText, []];
-  CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
-    if (this.textAlign === "right") labels.push([text, x - this.measureText(text).width]);
-    fill.call(this, text, x, y);
-  };
-  const chart = new Chart({ title: "bytes" });
-  document.getElementById("page").append(chart.element);
-  chart.set([{ label: "a run", color: "--accent", x: [1, 2], y: Y }]);
-  chart.draw();
-  CanvasRenderingContext2D.prototype.fillText = fill;
-  return labels;
-})
-"""
-
-
-@pytest.mark.parametrize("values", [[0.1, 0.7], [2_400_000, 2_800_000]], ids=["short", "long"])
-def test_labels_of_the_vertical_axis_are_whole(browser: Chromium, address: str, values: list[float]) -> None:
-    browser.set_screen(390, 844)
-    open_tab(browser, address, "notices")
-    labels = browser.evaluate(LABELS.replace("Y }", f"{values} }}"))
-    assert len(labels) > 2 and min(left for _, left in labels) >= 0, labels
-
-
 # ---- report.html: the same page with its data inside
 
 

@@ -2,7 +2,7 @@
 
 import { color, formatter, h, number } from "./dom.js";
 
-const LEFT = 54; // at least: for wider labels of the vertical axis, a chart's `left` is larger
+const LEFT = 54;
 const RIGHT = 10;
 const TOP = 8;
 const BOTTOM = 22;
@@ -119,16 +119,13 @@ export class Chart {
     const { from, to, low, high } = bounds;
     const scale = this.log ? Math.log10 : (value) => value;
     const [bottom, span] = [scale(low), scale(high) - scale(low) || 1];
-    const ticks = this.log ? logTicks(low, high) : niceTicks(low, high, 4);
-    const left = Math.max(LEFT, ...ticks.map((tick) => Math.ceil(pen.measureText(this.format(tick)).width) + 8));
-    this.left = left;
-    this.x = (value) => left + ((value - from) / (to - from)) * (width - left - RIGHT);
+    this.x = (value) => LEFT + ((value - from) / (to - from)) * (width - LEFT - RIGHT);
     this.y = (value) => height - BOTTOM - ((scale(value) - bottom) / span) * (height - TOP - BOTTOM);
-    this.inverse = (pixel) => from + ((pixel - left) / (width - left - RIGHT)) * (to - from);
-    this.axes(pen, ticks, bounds, width, height);
+    this.inverse = (pixel) => from + ((pixel - LEFT) / (width - LEFT - RIGHT)) * (to - from);
+    this.axes(pen, bounds, width, height);
     pen.save();
     pen.beginPath();
-    pen.rect(left, TOP - 2, width - left - RIGHT + 2, height - TOP - BOTTOM + 4);
+    pen.rect(LEFT, TOP - 2, width - LEFT - RIGHT + 2, height - TOP - BOTTOM + 4);
     pen.clip();
     for (const band of this.bands) this.band(pen, band);
     pen.strokeStyle = color("--faint");
@@ -151,16 +148,16 @@ export class Chart {
     }
   }
 
-  axes(pen, ticks, { from, to }, width, height) {
+  axes(pen, { from, to, low, high }, width, height) {
     pen.strokeStyle = color("--line");
     pen.fillStyle = color("--faint");
     pen.lineWidth = 1;
     pen.textAlign = "right";
     pen.textBaseline = "middle";
-    for (const tick of ticks) {
+    for (const tick of this.log ? logTicks(low, high) : niceTicks(low, high, 4)) {
       const y = Math.round(this.y(tick)) + 0.5;
-      pen.beginPath(); pen.moveTo(this.left, y); pen.lineTo(width - RIGHT, y); pen.stroke();
-      pen.fillText(this.format(tick), this.left - 6, y);
+      pen.beginPath(); pen.moveTo(LEFT, y); pen.lineTo(width - RIGHT, y); pen.stroke();
+      pen.fillText(this.format(tick), LEFT - 6, y);
     }
     pen.textAlign = "center";
     pen.textBaseline = "top";
