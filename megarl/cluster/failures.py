@@ -115,11 +115,11 @@ class Failure:
 
 
 class ClusterError(ProcessFailure):
-    """A process failed. `failure` holds the remote traceback."""
+    """A process failed. `failure` holds the remote traceback. `note`: text behind it, with its line break."""
 
     def __init__(self, failure: Failure, note: str = "") -> None:
         super().__init__(f"{failure}{note}")
-        self.failure = failure
+        self.failure, self.note = failure, note
 
 
 class WorkerFailed(ClusterError):
