@@ -119,10 +119,15 @@ def test_the_error_of_a_whole_reply_names_the_engine_and_the_groups_that_it_had_
     for each in lost:
         error = each.exception(0)
         assert isinstance(error, CallFailed) and error.failure.traceback == "the traceback"
-        assert str(error) == f"service engine0 on host (pid 7) failed: MemoryError: the reply does not fit\nTry again.\n{named}"
+        assert (
+            str(error)
+            == f"service engine0 on host (pid 7) failed: MemoryError: the reply does not fit\nTry again.\n{named}"
+        )
     (later,) = calls.collect(9)
     calls.open.pop().set_exception(ServiceDied(Failure.death(PLACE, "killed")))
-    with pytest.raises(ServiceDied, match=r"died: killed\nservice engine0 on host \(pid 7\) had not returned 1 group: 9$"):
+    with pytest.raises(
+        ServiceDied, match=r"died: killed\nservice engine0 on host \(pid 7\) had not returned 1 group: 9$"
+    ):
         later.result(0)
 
 

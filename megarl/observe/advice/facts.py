@@ -145,7 +145,9 @@ class Facts:
     def death_steps(self) -> set[int]:
         """Steps in which a worker died, or in which the trainers waited for workers to restart."""
         died = {notice.get("step") for notice in self.notices if notice.get("event") == "death"}
-        return {line["step"] for line in self.steps if line["step"] in died or any(line.get(name) for name in _RESTARTS)}
+        return {
+            line["step"] for line in self.steps if line["step"] in died or any(line.get(name) for name in _RESTARTS)
+        }
 
     @functools.cached_property
     def timed_steps(self) -> list[Mapping[str, Any]]:

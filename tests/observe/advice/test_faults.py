@@ -281,7 +281,10 @@ DEATH_NOTICES = [{"step": step, "event": "death", "text": "service engine1 on ho
     [
         (
             "trainers_wait",
-            {"rollout/wait_seconds/engines": only_in(DEATHS, 60, 2000, 15), "timing_s/gen": only_in(DEATHS, 60, 2060, 60)},
+            {
+                "rollout/wait_seconds/engines": only_in(DEATHS, 60, 2000, 15),
+                "timing_s/gen": only_in(DEATHS, 60, 2060, 60),
+            },
         ),
         ("weight_sync_slow", {"timing_s/weight_sync": only_in(DEATHS, 60, 2000, 4)}),
         ("controller_slow", {}),
