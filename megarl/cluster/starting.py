@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.cluster.base import host_name
-from megarl.cluster.sigstop_watch import process_fields
+from megarl.cluster.sigstop_watch import process_fields, start_time
 
 VARIABLE = "MEGARL_PROCESS"
-_START_TIME = 19  # index of the start time in the fields of /proc/PID/stat from the state on
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,8 @@ def find_starting(marks: Collection[str]) -> dict[str, StartingProcess]:
         pid = int(folder.name)
         if pid == os.getpid() or (mark := _mark_of(folder, marks)) is None:
             continue
-        fields = process_fields(pid)
-        if fields[:1] in ([], ["Z"]):  # it has ended
-            continue
-        started = int(fields[_START_TIME])
-        if mark not in found or started < found[mark][0]:
+        started, fields = start_time(pid), process_fields(pid)
+        if started and fields and (mark not in found or started < found[mark][0]):
             found[mark] = started, StartingProcess(host_name(), pid, fields[0], _log_of(folder))
     return {mark: process for mark, (_, process) in found.items()}
 
