@@ -6,7 +6,9 @@ is killed before its reply would be known by its role alone.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -48,6 +50,13 @@ def find_starting(marks: Collection[str]) -> dict[str, StartingProcess]:
         if started and fields and (mark not in found or started < found[mark][0]):
             found[mark] = started, StartingProcess(host_name(), pid, fields[0], _log_of(folder))
     return {mark: process for mark, (_, process) in found.items()}
+
+
+def kill_starting(mark: str) -> None:
+    """Kill the process of this machine with this mark, if there is one."""
+    for process in find_starting([mark]).values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
 
 
 def _mark_of(folder: Path, marks: Collection[str]) -> str | None:

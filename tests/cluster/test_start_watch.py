@@ -190,8 +190,7 @@ def test_an_engine_killed_before_it_has_reported_its_place_is_named(connect, mon
         "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=ENGINE_ENV
     )
     pid = first()
-    cluster.check()
-    assert engine.known_place.pid == pid
+    assert eventually(lambda: cluster.check() or engine.known_place.pid == pid)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(
         ServiceDied, match=rf"service engine0 on {host_name()} \(pid {pid}\) died: its process ended before"

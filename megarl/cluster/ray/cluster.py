@@ -223,10 +223,13 @@ class RayCluster(Cluster):
         for service in services:
             service.seen_place = self._start_watch.place(service.mark, service.seen_place)
             failure = self._start_watch.failure(service.mark, service.seen_place)
-            if failure is not None and service.essential:
-                raise ServiceDied(failure)
-            if failure is not None:
+            if failure is None:
+                continue
+            if not service.essential:
                 service.kill(replace(failure, died=True))
+            self._start_watch.kill(service.mark, service.node)
+            if service.essential:
+                raise ServiceDied(failure)
 
     @staticmethod
     def _has_place(service: RayService) -> bool:

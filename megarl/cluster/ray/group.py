@@ -179,6 +179,7 @@ class RayGroup:
         for rank in ranks:
             self._places[rank] = watch.place(marks[rank], self._places[rank])
             if (failure := watch.failure(marks[rank], self._places[rank])) is not None:
+                watch.kill(marks[rank], self.nodes[rank])
                 raise WorkerFailed(failure)
 
     def _wait_watched(self, calls: Calls, doing: str, called: Collection[int] | None = None) -> list[Any]:

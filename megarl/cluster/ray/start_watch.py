@@ -20,7 +20,7 @@ from megarl.cluster import sigstop_watch
 from megarl.cluster.failures import Failure, ProcessInfo
 from megarl.cluster.ray.signals import ray_get, ray_wait
 from megarl.cluster.ray.watch import on_node
-from megarl.cluster.starting import StartingProcess, find_starting
+from megarl.cluster.starting import StartingProcess, find_starting, kill_starting
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,13 @@ class StartWatch:
         self._notify(mark, named)
         return None
 
+    def kill(self, mark: str, node: str) -> None:
+        """Kill a process that has failed: Ray does not end one that is stopped before its reply. Does not wait for another machine."""
+        if self._private:
+            kill_starting(mark)
+        else:
+            _KILL.options(scheduling_strategy=on_node(node)).remote(mark)
+
     def _notify(self, mark: str, place: ProcessInfo) -> None:
         began, due = self._since.get(mark, (0.0, float("inf")))
         now = time.monotonic()
@@ -118,3 +125,4 @@ class StartWatch:
 
 # Created once: Ray keeps every remote function, with its pickled code, for the lifetime of the cluster.
 _FIND = ray.remote(num_cpus=0, max_retries=0)(find_starting)
+_KILL = ray.remote(num_cpus=0, max_retries=0)(kill_starting)
