@@ -41,7 +41,7 @@ def remove_stale_folders() -> list[Path]:
     """
     stale = [path for path in sorted(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")) if _is_stale(path)]
     for path in stale:
-        shutil.rmtree(path, ignore_errors=True)  # another start may remove it at the same time
+        shutil.rmtree(path, ignore_errors=True)  # another start may remove it at the same time; links are refused
     return [path for path in stale if not path.exists()]
 
 
@@ -57,7 +57,7 @@ def _here() -> dict[str, Any]:
 
 def _is_stale(path: Path) -> bool:
     try:
-        if path.is_symlink() or path.lstat().st_uid != os.getuid():
+        if path.lstat().st_uid != os.getuid():
             return False
         owner = json.loads((path / _OWNER).read_text())
         processes = [(int(pid), int(started)) for pid, started in owner["processes"]]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megarl.cluster import sigstop_watch
@@ -37,6 +38,7 @@ def test_a_process_is_found_by_its_environment_or_arguments_and_not_by_its_child
         marked = subprocess.Popen([sys.executable, "-c", parent], env={**os.environ, VARIABLE: first}, stderr=err)
         launcher = subprocess.Popen(["sh", "-c", "sleep 60; :", f'--context={{"{VARIABLE}": "{second}"}}'])
     try:
+        assert eventually(lambda: len(psutil.Process(marked.pid).children()) == 1)
         assert eventually(lambda: len(find_starting([first, second])) == 2)
         found = find_starting([first, second, absent])
         assert {mark: process.pid for mark, process in found.items()} == {first: marked.pid, second: launcher.pid}
