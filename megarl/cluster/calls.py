@@ -81,7 +81,7 @@ def wait_for_all(
 
     `limit` is in seconds from now; `key` is the recipe key that sets it. `doing` completes "engine0 did not ...". `check` is called
     every second, and may raise.
-    Prints what it waits for every `NOTICE_SECONDS`.
+    Prints a message about late services every `NOTICE_SECONDS`.
     Raises the first exception of a call at once, because the other services may be waiting for the failed one.
     Raises ProcessFailure with the name of the first service that has not answered within `limit`.
     """

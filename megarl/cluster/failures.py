@@ -109,7 +109,7 @@ class Failure:
     def __str__(self) -> str:
         text = f"{self.place} {'died' if self.died else 'failed'}: {self.cause}"
         if self.place.log:
-            # Without a process id it has written nothing there: the last lines are those of a process before it.
+            # A process without an id has not opened its log yet: the last lines are an earlier process's.
             tail = log_tail(self.place.log) if self.died and self.place.pid else ""
             text += f"\nIts output: {self.place.log}" + (f", which ends:\n{tail}" if tail else "")
         return text

@@ -1,4 +1,4 @@
-"""Folder of a keeper's address in the temporary directory, and the removal of folders whose processes were killed."""
+"""Folder with a keeper's address in the temporary directory, and removal of stale folders."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class KeeperFolder:
 
 
 def remove_stale_folders() -> list[Path]:
-    """Remove the folders of this user whose processes have ended without removing them, as after SIGKILL. Returns their paths.
+    """Remove this user's stale folders, as a SIGKILL leaves them. Returns their paths.
 
     Only folders of this host and PID namespace count: process ids of others say nothing here.
     """

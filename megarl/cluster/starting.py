@@ -22,7 +22,7 @@ VARIABLE = "MEGARL_PROCESS"
 
 @dataclass(frozen=True)
 class StartingProcess:
-    """A process that has not reported its place. state: of /proc/PID/stat. log: the file of its stderr; "" if it is no file."""
+    """A process before its first reply. state: in /proc/PID/stat. log: file that receives its stderr; "" for a pipe or terminal."""
 
     host: str
     pid: int

@@ -73,7 +73,7 @@ class RayService:
         `Cluster.start_service`. kept: the process serves another controller now, and its object is constructed."""
         self.name, self.address, self.node = name, devices[0].node_ip, devices[0].node_id
         self.devices, self.essential, self.kept = devices, essential, kept
-        self.mark, self.seen_place = mark, place  # until the process has reported its place: what is known of it
+        self.mark, self.seen_place = mark, place  # the place as far as it is known before the first reply
         self._actor, self._place = actor, place
         self._killed_because: Failure | None = None
         self.stopping = False

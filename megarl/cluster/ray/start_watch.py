@@ -1,4 +1,4 @@
-"""Watch over Ray's processes that have not reported their place: finds, and names, those that are stopped or have ended.
+"""Watch over Ray's processes before their first reply: it finds their process ids, and stopped or ended processes.
 
 Ray starts another process a minute after the first one has ended before it was registered, and says nothing of a stopped one. Call
 `ray.env.prepare` before importing this module.

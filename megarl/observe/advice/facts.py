@@ -151,8 +151,8 @@ class Facts:
 
     @functools.cached_property
     def timed_steps(self) -> list[Mapping[str, Any]]:
-        """The lines of the training steps whose time is judged: all but `death_steps` and the first step of each start, which
-        compiles and loads what later steps reuse."""
+        """The lines of training steps for rules about time: without `death_steps` and the first step of each start, which compiles
+        and loads for later steps."""
         left_out = {session.get("first_step") for session in self.sessions} | {1} | self.death_steps
         return [line for line in self.steps if line["step"] not in left_out]
 
