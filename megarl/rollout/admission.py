@@ -25,7 +25,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megarl.recipe.derived.at_update import whole_number
 from megarl.types import Group
@@ -43,8 +43,12 @@ class AdmissionState:
 class UnusedGroups:
     """Groups of over-sampling that no batch takes."""
 
-    groups: int = 0
+    numbers: list[int] = field(default_factory=list)
     tokens: int = 0  # of the finished ones, prompts included
+
+    @property
+    def groups(self) -> int:
+        return len(self.numbers)
 
 
 @dataclass
@@ -165,7 +169,7 @@ class Admission:
             released = self._waiting.pop(number)
             self._rejected -= not released.accepted
             if self.oversample > 1.0 and self._is_surplus(released.group):
-                self.unused.groups += 1
+                self.unused.numbers.append(released.group.number)
                 self.unused.tokens += sum(sample.length for sample in released.group.samples)
                 continue
             self.tried.append(released)
@@ -185,7 +189,7 @@ class Admission:
         unused, self.unused = self.unused, UnusedGroups()
         if self.state.closed == self.batches and not self.closed:
             waiting = [item.group for item in self.waiting()]
-            unused.groups += self.running + len(waiting)
+            unused.numbers += [*self.unfinished(), *(group.number for group in waiting)]
             unused.tokens += sum(sample.length for group in waiting for sample in group.samples)
         return unused
 
