@@ -23,6 +23,8 @@ from megarl.rollout.admission import Admission, accepted_groups
 from megarl.rollout.dispatch import Dispatch, Finishing
 from megarl.types import Group, InlineData, Sample, Span
 
+_NO_DATA = InlineData([])
+
 
 @dataclass(frozen=True)
 class AsyncSchedule:
@@ -252,11 +254,9 @@ class Simulation:
         group = self._groups[number]
         self._dispatch.remove(self._engine_of.pop(number))
         accepted = self.group_filter is None or self.group_filter.passes(number)
-        samples = []
-        if self.schedule.oversample > 1.0:  # admission reads the oldest version
-            samples = [Sample(number, 0, InlineData([]), 0, group.tokens, 0, spans=(Span(0, group.oldest or 0),))]
-        self.admission.finish(Group(number, "", "", samples), accepted)
-        unused = self.admission.take_unused().numbers
+        oldest = (Span(0, group.oldest or 0),)  # read with over-sampling
+        self.admission.finish(Group(number, "", "", [Sample(number, 0, _NO_DATA, 0, 0, 0, spans=oldest)]), accepted)
+        unused = self.admission.take_unused().numbers if self.schedule.oversample > 1.0 else []
         self._unused += len(unused)
         for each in [*unused, *([] if accepted else [number])]:
             forgotten = self._groups.pop(each, None)
