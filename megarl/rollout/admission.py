@@ -133,12 +133,34 @@ class Admission:
             left = len(self._unreleased) - len(self._released_early) - self._rejected
             full, accepted = divmod(accepted + left, self.prompts_per_step)
             return batch + full, accepted, tried
-        for number in self._in_order():
-            accepted += number not in self._waiting or self._waiting[number].accepted
-            tried += 1
-            if self._places_left(accepted, tried) == 0:
-                batch, accepted, tried = batch + 1, 0, 0
+        size, most, waiting, early = self.prompts_per_step, self.max_attempts * self.prompts_per_step, self._waiting, self._released_early
+        if tried - accepted + self._rejected <= most - size:  # no batch can be exhausted
+            full, left = divmod(accepted + len(self._unreleased) - len(early) - self._rejected, size)
+            if full == 0:
+                return batch, left, tried + len(self._unreleased) - len(early)
+            return batch + full, left, self._tried_last(left)
+        for number in self._unreleased:  # thousands: without calls
+            if number not in early:
+                item = waiting.get(number)
+                accepted += item is None or item.accepted
+                tried += 1
+                if accepted == size or tried == most:
+                    batch, accepted, tried = batch + 1, 0, 0
         return batch, accepted, tried
+
+    def _tried_last(self, accepted: int) -> int:
+        """Return the number of the newest running and waiting groups of which `accepted` count as accepted, and no older group of the
+        same batch is: a batch ends with an accepted group."""
+        tried = 0
+        for number in reversed(self._unreleased):
+            if number not in self._released_early:
+                item = self._waiting.get(number)
+                if item is None or item.accepted:
+                    if not accepted:
+                        break
+                    accepted -= 1
+                tried += 1
+        return tried
 
     def _in_order(self) -> list[int]:
         """Return the numbers of running and waiting groups, oldest first."""
