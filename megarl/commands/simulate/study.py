@@ -12,7 +12,7 @@ from megarl.commands.simulate.outcome import Outcome
 from megarl.commands.simulate.planned import SimulatedRecipe
 from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
 from megarl.errors import InputError
-from megarl.recipe.derived.at_update import UpdateRule
+from megarl.recipe.derived.at_update import UpdateRule, update_rule
 from megarl.recipe.schema import Recipe
 
 RULES: tuple[UpdateRule, ...] = ("drain", "finish", "refresh", "keep")
@@ -160,7 +160,7 @@ def study(subject: SimulatedRecipe, *, steps: int = STEPS, max_lag: int | None =
     runs, best, splits = _at_split(runner, counts, trainers, max_lag)
     if best.setting.trainers != trainers and not best.setting.colocated:  # another split suits the schedule better
         runs, best, splits = _at_split(runner, counts, best.setting.trainers, max_lag)
-    oversampled = [_oversampling(runner, run) for run in _bases(runner, best)]
+    oversampled = [_oversampling(runner, run) for run in _bases(runner, counts, best)]
     best = oversampled[-1].best if oversampled else best
     return Study(
         recipe=subject.recipe.name,
@@ -249,21 +249,31 @@ def factors(recipe: Recipe, share: float) -> list[float]:
     """Return the factors of over-sampling that are compared, by the `share` of filtered groups: 1, the recipe's, and some around
     the expected number of groups for a place, within `algorithm.dynamic_sampling.max_attempts`."""
     dynamic = recipe.algorithm.dynamic_sampling
-    tried = {round(part / (1 - share), 1) for part in _SURPLUS}
-    return sorted({1.0, dynamic.oversample, *(factor for factor in tried if 1 < factor <= dynamic.max_attempts)})
+    around = {min(round(part / (1 - share), 1), float(dynamic.max_attempts)) for part in _SURPLUS}
+    return sorted({1.0, dynamic.oversample, *(factor for factor in around if factor > 1)})
 
 
-def _bases(runner: Runner, best: SimulatedRun) -> list[SimulatedRun]:
-    """Return the runs whose schedules are simulated with other factors of over-sampling, the recommended schedule last."""
+def _bases(runner: Runner, counts: list[int], best: SimulatedRun) -> list[SimulatedRun]:
+    """Return the runs whose schedules are simulated with other factors of over-sampling: `sync`, the recipe's, and `best` last."""
     if runner.subject.filtered is None:
         return []
-    synchronous = runner.synchronous
-    return [best] if synchronous is None or synchronous is best else [synchronous, best]
+    own = runner.run(_own_setting(runner.subject.recipe, runner.subject.devices, counts, best.setting.trainers))
+    runs = [run for run in (runner.synchronous, own) if run is not None and run is not best]
+    return [*dict.fromkeys(runs), best]
+
+
+def _own_setting(recipe: Recipe, devices: int, counts: list[int], trainers: int) -> Setting:
+    """Return the schedule of the recipe, with its trainers if the devices can be split so, else with `trainers`."""
+    rollout, rule = recipe.rollout, update_rule(recipe)
+    window = 0.0 if rule == "drain" else rollout.window
+    if recipe.cluster.placement == "colocated" or not counts:
+        return Setting(devices, rule, rollout.max_staleness, window, colocated=True)
+    own = recipe.cluster.trainers
+    return Setting(own if own in counts else trainers, rule, rollout.max_staleness, window)
 
 
 def _oversampling(runner: Runner, base: SimulatedRun) -> Oversampling:
-    """Simulate the schedule of `base` with each factor. The recommended run samples the fewest groups for a trained one, among those with
-    at least 95 % of the largest throughput."""
+    """Simulate the schedule of `base` with each factor. The smallest factor with at least 95 % of the largest throughput is recommended."""
     subject = runner.subject
     assert subject.filtered is not None
     recipe = subject.recipe
@@ -274,8 +284,7 @@ def _oversampling(runner: Runner, base: SimulatedRun) -> Oversampling:
     ]
     runs = [run for setting in settings if (run := runner.run(setting)) is not None]
     fastest = max(run.outcome.tokens_per_second for run in runs)
-    near = [run for run in runs if run.outcome.tokens_per_second >= _NEAR * fastest]
-    return Oversampling(runs, min(near, key=lambda run: (run.outcome.tried, run.schedule.oversample)))
+    return Oversampling(runs, next(run for run in runs if run.outcome.tokens_per_second >= _NEAR * fastest))
 
 
 KEYS = (

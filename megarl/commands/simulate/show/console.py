@@ -27,7 +27,7 @@ HEAD = (
 LEGEND = (
     "S: rollout.max_staleness; gain: trained tokens per second against sync, which samples and trains in turn on all devices",
     "E idle, T idle: share of the time in which engines and trainers wait; requests: running on an engine, mean",
-    "lag, most: versions between a token and the policy that trains on it, mean and largest; no schedule drops a sample for its age",
+    "lag, most: versions between a token and the policy that trains on it, mean and largest",
     "waiting, memory: most finished samples before the end of their training step, on all hosts of engines; length: mean of "
     "trained against sampled responses",
 )
@@ -146,18 +146,18 @@ def _beside_keep(result: Study) -> list[str]:
 
 
 def _on_oversampling(result: Study) -> list[str]:
-    """Name the recommended factor of each schedule against the recipe's."""
+    """Name the recommended factor of each schedule, and compare it with the recipe's."""
     lines = []
     for each in result.oversampled:
         own = next((run for run in each.runs if run.setting.oversample is None), None)
         best, outcome = each.best, each.best.outcome
-        text = f"Over-sampling with {in_words(best)}: {best.schedule.oversample:g}"
-        if own is not None and own is not best:
+        text = f"oversample for {in_words(best)}: {best.schedule.oversample:g}"
+        if own is best:
+            text += ", as in the recipe"
+        elif own is not None:
             ratio = own.outcome.tokens_per_second / outcome.tokens_per_second
             text += f", {ratio:.2f} times the step of the recipe's {own.schedule.oversample:g}"
-        else:
-            text += ", as in the recipe"
-        lines.append(f"{text}; {outcome.tried:.2f} groups sampled per trained one, {outcome.unused:.1%} unused.")
+        lines.append(f"{text}; {outcome.tried:.2f} groups sampled per trained one, {outcome.unused:.1%} unused")
     return lines
 
 
