@@ -133,7 +133,12 @@ class Admission:
             left = len(self._unreleased) - len(self._released_early) - self._rejected
             full, accepted = divmod(accepted + left, self.prompts_per_step)
             return batch + full, accepted, tried
-        size, most, waiting, early = self.prompts_per_step, self.max_attempts * self.prompts_per_step, self._waiting, self._released_early
+        size, most, waiting, early = (
+            self.prompts_per_step,
+            self.max_attempts * self.prompts_per_step,
+            self._waiting,
+            self._released_early,
+        )
         if tried - accepted + self._rejected <= most - size:  # no batch can be exhausted
             full, left = divmod(accepted + len(self._unreleased) - len(early) - self._rejected, size)
             if full == 0:

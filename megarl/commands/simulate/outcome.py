@@ -78,7 +78,9 @@ def outcome(
     running = last.request_seconds - (first.request_seconds if first else 0.0)
     responses = sum(record.responses for record in measured)
     waited = sum(record.waited for record in measured)
-    groups, unused, missing = (sum(getattr(record, name) for record in measured) for name in ("groups", "unused", "missing"))
+    groups, unused, missing = (
+        sum(getattr(record, name) for record in measured) for name in ("groups", "unused", "missing")
+    )
     if not groups:
         raise InputError(
             f"no group passed the filter in {steps} simulated steps. Give a smaller --filtered, or raise "

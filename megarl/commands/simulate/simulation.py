@@ -246,7 +246,9 @@ class Simulation:
             self._finish_group(number)
             if self.schedule.max_attempts is not None:
                 self._start_groups()
-        if complete and self.schedule.rule == "finish":  # with the other rules, places come with versions and filtered groups
+        if (
+            complete and self.schedule.rule == "finish"
+        ):  # with the other rules, places come with versions and filtered groups
             self._start_groups()
 
     def _finish_group(self, number: int) -> None:

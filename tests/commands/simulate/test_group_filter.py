@@ -52,7 +52,9 @@ def test_a_simulated_run_has_the_steps_and_groups_of_the_real_source(case: Case)
 
 
 @pytest.mark.parametrize("oversample", [1.0, 2.5])
-@pytest.mark.parametrize(("rule", "staleness"), [("drain", 0), ("drain", 1), ("finish", 1), ("refresh", 0.5), ("keep", 2)])
+@pytest.mark.parametrize(
+    ("rule", "staleness"), [("drain", 0), ("drain", 1), ("finish", 1), ("refresh", 0.5), ("keep", 2)]
+)
 def test_every_group_is_trained_filtered_unused_or_kept(rule: str, staleness: float, oversample: float) -> None:
     case = Case("", filtered=True, max_staleness=staleness, oversample=oversample, at_update=rule)
     settings = case.recipe(16, SAMPLES, 100)
