@@ -24,7 +24,7 @@ from megarl.commands.simulate.planned import SimulatedRecipe
 from megarl.commands.simulate.show.console import HEAD, oversampling_columns, remarks, schedule_columns, show
 from megarl.commands.simulate.show.page import draw, render
 from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
-from megarl.commands.simulate.study import KEYS, SimulatedRun, Study, factors, recommended, study
+from megarl.commands.simulate.study import KEYS, Runner, SimulatedRun, Study, factors, recommended, study
 from megarl.errors import InputError
 from megarl.platform.device_table import device_named
 from megarl.preflight.load import load_recipe
@@ -329,8 +329,12 @@ def test_the_recipes_own_schedule_has_rows_and_its_factor_is_named() -> None:
     assert len(lines) == len(result.oversampled) == 3 and lines[1].startswith(
         f"oversample for refresh with max_staleness 0.5 and window 0.3: {of_recipe.best.schedule.oversample:g}, "
     )
-    changed = [text for text in result.settings if text.startswith("algorithm.dynamic_sampling.oversample=")]
-    assert changed == [f"algorithm.dynamic_sampling.oversample={result.best.schedule.oversample}"]
+    for each in (of_recipe, result.oversampled[2]):  # the settings have the factor if it is not the recipe's
+        changed = overrides(filtering(**own).recipe, Runner(filtering(**own), 1).layout(each.best.setting), KEYS)
+        names = [text for text in changed if text.startswith("algorithm.dynamic_sampling.")]
+        factor = each.best.schedule.oversample
+        assert names == ([] if factor == 2.7 else [f"algorithm.dynamic_sampling.oversample={factor}"])
+    assert result.settings == changed
 
 
 def test_more_requests_run_with_over_sampling() -> None:

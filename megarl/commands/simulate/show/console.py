@@ -155,7 +155,7 @@ def _on_oversampling(result: Study) -> list[str]:
         if own is best:
             text += ", as in the recipe"
         elif own is not None:
-            ratio = own.outcome.tokens_per_second / outcome.tokens_per_second
+            ratio = outcome.step_seconds / own.outcome.step_seconds
             text += f", {ratio:.2f} times the step of the recipe's {own.schedule.oversample:g}"
         lines.append(f"{text}; {outcome.tried:.2f} groups sampled per trained one, {outcome.unused:.1%} unused")
     return lines
