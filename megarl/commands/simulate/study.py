@@ -127,6 +127,7 @@ class Runner:
         schedule, costs = AsyncSchedule.of(layout), self.subject.costs(layout)
         simulation = Simulation(costs, schedule, self._lengths, layout.rollout.samples_per_prompt, self._filter)
         outcome = simulation.run(self.steps, warmup=2 * (schedule.max_lag + 1))
+        gain: float | None
         if self.synchronous is not None:
             gain = outcome.tokens_per_second / self.synchronous.outcome.tokens_per_second
         else:

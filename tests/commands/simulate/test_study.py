@@ -318,8 +318,10 @@ def test_dynamic_sampling_has_a_row_for_each_factor_of_over_sampling(filtered: S
 
 def test_the_recipes_own_schedule_has_rows_and_its_factor_is_named() -> None:
     dynamic = DynamicSamplingConfig(enabled=True, max_attempts=10, oversample=2.7)
-    own = {"cluster__placement": "disaggregated", "rollout__max_staleness": 0.5, "algorithm__dynamic_sampling": dynamic}
-    result = study(filtering(**own), steps=2)
+    case = filtering(
+        cluster__placement="disaggregated", rollout__max_staleness=0.5, algorithm__dynamic_sampling=dynamic
+    )
+    result = study(case, steps=2)
     of_recipe = result.oversampled[1]
     assert {(run.name, run.setting.max_staleness, run.setting.trainers) for run in of_recipe.runs} == {
         ("refresh", 0.5, 8)
@@ -329,8 +331,9 @@ def test_the_recipes_own_schedule_has_rows_and_its_factor_is_named() -> None:
     assert len(lines) == len(result.oversampled) == 3 and lines[1].startswith(
         f"oversample for refresh with max_staleness 0.5 and window 0.3: {of_recipe.best.schedule.oversample:g}, "
     )
+    runner = Runner(case, 1)
     for each in (of_recipe, result.oversampled[2]):  # the settings have the factor if it is not the recipe's
-        changed = overrides(filtering(**own).recipe, Runner(filtering(**own), 1).layout(each.best.setting), KEYS)
+        changed = overrides(case.recipe, runner.layout(each.best.setting), KEYS)
         names = [text for text in changed if text.startswith("algorithm.dynamic_sampling.")]
         factor = each.best.schedule.oversample
         assert names == ([] if factor == 2.7 else [f"algorithm.dynamic_sampling.oversample={factor}"])
