@@ -65,7 +65,7 @@ def simulate(path: Path, overrides: Sequence[str], options: SimulateOptions, mod
             devices=device_count(recipe) if options.devices is None else options.devices,
             lengths=parse_lengths(options.lengths, options.response, recipe),
             seed=options.seed,
-            filtered=parse_filtered(options.filtered, options.lengths, recipe),
+            filtered=parse_filtered(options.filtered, options.lengths, recipe.algorithm.dynamic_sampling),
         )
         result = study(subject, steps=options.steps, max_lag=options.max_lag)
     result.notes += [*more, *notes]

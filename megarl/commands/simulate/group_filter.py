@@ -13,7 +13,7 @@ from megarl.errors import InputError
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import read_samples, sample_steps
-from megarl.recipe.schema import Recipe
+from megarl.recipe.algorithm import DynamicSamplingConfig
 
 ASSUMED_SHARE = 0.5  # of the groups, without an option and without a run
 _STREAM = 7  # separates these draws from those of the lengths
@@ -42,13 +42,12 @@ class DrawnFilter:
         return self._drawn[group] >= self._share
 
 
-def parse_filtered(text: str | None, lengths: str | None, recipe: Recipe) -> FilteredShare | None:
+def parse_filtered(text: str | None, lengths: str | None, dynamic: DynamicSamplingConfig) -> FilteredShare | None:
     """Return the share of the option ``--filtered`` (`text`); None if the recipe filters no group.
 
     Without the option, a run that is named by ``--lengths`` (`lengths`) gives the share, else `ASSUMED_SHARE` is assumed. Raises
     InputError for a share outside of [0, 1), a recipe without dynamic sampling, and a run without enough groups.
     """
-    dynamic = recipe.algorithm.dynamic_sampling
     if not dynamic.enabled:
         if text is not None:
             raise InputError(

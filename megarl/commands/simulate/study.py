@@ -12,6 +12,7 @@ from megarl.commands.simulate.outcome import Outcome
 from megarl.commands.simulate.planned import SimulatedRecipe
 from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
 from megarl.errors import InputError
+from megarl.recipe.algorithm import DynamicSamplingConfig
 from megarl.recipe.derived.at_update import UpdateRule, update_rule
 from megarl.recipe.schema import Recipe
 
@@ -246,10 +247,9 @@ def _best_colocated(runs: list[SimulatedRun], max_lag: int | None) -> SimulatedR
     return recommended(shared, None) if any(run.name == "colocated" for run in shared) else None
 
 
-def factors(recipe: Recipe, share: float) -> list[float]:
+def factors(dynamic: DynamicSamplingConfig, share: float) -> list[float]:
     """Return the factors of over-sampling that are compared, by the `share` of filtered groups: 1, the recipe's, and some around
     the expected number of groups for a place, within `algorithm.dynamic_sampling.max_attempts`."""
-    dynamic = recipe.algorithm.dynamic_sampling
     around = {min(round(part / (1 - share), 1), float(dynamic.max_attempts)) for part in _SURPLUS}
     return sorted({1.0, dynamic.oversample, *(factor for factor in around if factor > 1)})
 
@@ -277,11 +277,10 @@ def _oversampling(runner: Runner, base: SimulatedRun) -> Oversampling:
     """Simulate the schedule of `base` with each factor. The smallest factor with at least 95 % of the largest throughput is recommended."""
     subject = runner.subject
     assert subject.filtered is not None
-    recipe = subject.recipe
-    own = recipe.algorithm.dynamic_sampling.oversample
+    dynamic = subject.recipe.algorithm.dynamic_sampling
     settings = [
-        replace(base.setting, oversample=None if factor == own else factor)
-        for factor in factors(recipe, subject.filtered.share)
+        replace(base.setting, oversample=None if factor == dynamic.oversample else factor)
+        for factor in factors(dynamic, subject.filtered.share)
     ]
     runs = [run for setting in settings if (run := runner.run(setting)) is not None]
     fastest = max(run.outcome.tokens_per_second for run in runs)

@@ -99,8 +99,8 @@ def test_filtered_groups_depend_on_seed_and_number_alone() -> None:
 # --- the share -------------------------------------------------------------------------------------------------------
 
 
-def dynamic(metric: str = "reward") -> Recipe:
-    return recipe(algorithm__dynamic_sampling=DynamicSamplingConfig(enabled=True, metric=metric))
+def dynamic(metric: str = "reward") -> DynamicSamplingConfig:
+    return DynamicSamplingConfig(enabled=True, metric=metric)
 
 
 def write_samples(run: Path, groups: list[list[float]]) -> None:
@@ -115,7 +115,7 @@ def write_samples(run: Path, groups: list[list[float]]) -> None:
 
 def write_metrics(run: Path, lines: list[tuple[int, int]]) -> None:
     run.mkdir()
-    (run / "recipe.resolved.yaml").write_text(to_yaml(dynamic()))
+    (run / "recipe.resolved.yaml").write_text(to_yaml(recipe(algorithm__dynamic_sampling=dynamic())))
     text = "".join(
         json.dumps({"step": step, "rollout/prompts_tried": tried, "rollout/groups_filtered": equal}) + "\n"
         for step, (tried, equal) in enumerate(lines, start=1)
@@ -127,7 +127,7 @@ def test_the_share_of_an_option_and_the_assumed_one() -> None:
     assert parse_filtered("0.25", None, dynamic()) == FilteredShare(0.25, "25% of the groups are filtered")
     assumed = parse_filtered(None, "300,3000,4000", dynamic())
     assert assumed is not None and assumed.share == 0.5 and "assumed" in assumed.assumed
-    assert parse_filtered(None, None, recipe()) is None
+    assert parse_filtered(None, None, DynamicSamplingConfig()) is None
 
 
 def test_a_run_with_a_filter_has_counted_its_groups(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_wrong_shares_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--filtered none/here: no such directory"):
         parse_filtered("none/here", None, dynamic())
     with pytest.raises(InputError, match="the recipe filters no group"):
-        parse_filtered("0.5", None, recipe())
+        parse_filtered("0.5", None, DynamicSamplingConfig())
     write_metrics(tmp_path / "few", [(10, 4)])
     with pytest.raises(InputError, match=r"--lengths .*10 groups in .* at least 20"):
         parse_filtered(None, str(tmp_path / "few"), dynamic())

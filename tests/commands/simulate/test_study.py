@@ -349,7 +349,7 @@ def test_more_requests_run_with_over_sampling() -> None:
 
 
 def test_factors_lie_around_the_groups_of_a_place_within_the_attempts() -> None:
-    settings = filtering().recipe
+    settings = filtering().recipe.algorithm.dynamic_sampling
     assert factors(settings, 0.5) == [1.0, 1.6, 2.0, 2.2, 2.5, 3.0]
     assert factors(settings, 0.0) == [1.0, 1.1, 1.2, 1.5]
     assert factors(settings, 0.95) == [1.0, 10.0]
