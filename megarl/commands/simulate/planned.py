@@ -23,6 +23,7 @@ from megarl.hf.shape import ModelShape, model_shape
 from megarl.platform.device_table import Device
 from megarl.preflight.findings import one_line
 from megarl.preflight.models import sampled_errors
+from megarl.recipe.algorithm import DynamicSamplingConfig
 from megarl.recipe.derived.at_update import UpdateRule
 from megarl.recipe.schema import Recipe, RolloutConfig
 
@@ -34,9 +35,8 @@ SPLITS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 """Shares of the trainers that are tried, rounded to whole layouts."""
 
 
-def oversample_of(recipe: Recipe) -> float:
+def oversample_of(dynamic: DynamicSamplingConfig) -> float:
     """Return the number of groups that start for each place; 1 without dynamic sampling."""
-    dynamic = recipe.algorithm.dynamic_sampling
     return dynamic.oversample if dynamic.enabled else 1.0
 
 
@@ -78,7 +78,7 @@ class SimulatedRecipe:
         training = sum(seconds.values()) - sum(seconds.get(name, 0.0) for name in ("gen", HAND_OVER, "weight_sync"))
         engines, factor = step.engines, self.device.factors.get("gen", 1.0)
         places = layout.data.prompts_per_step * (layout.rollout.max_staleness + 1)
-        alive = math.ceil(places * oversample_of(layout)) * layout.rollout.samples_per_prompt
+        alive = math.ceil(places * oversample_of(layout.algorithm.dynamic_sampling)) * layout.rollout.samples_per_prompt
         most = int(min(engines.sequences, alive))
         points = np.unique(np.rint(np.geomspace(1, most, _POINTS)).astype(np.int64))
         cached = self.lengths.prompt + age
