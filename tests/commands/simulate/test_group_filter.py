@@ -86,6 +86,15 @@ def test_trainers_wait_and_train_with_a_filter() -> None:
     assert steps[4.0, 0.5] == pytest.approx(steps[4.0, 0.0], rel=0.1)
 
 
+def test_on_policy_training_begins_after_the_surplus() -> None:
+    """Engines on the trainers' devices sleep during the update, so training does not overlap surplus groups."""
+    settings = Case("", filtered=True, oversample=3.0).recipe(16, SAMPLES, 100)
+    free, slow = simulated(settings, 0.5), simulated(settings, 0.5)
+    slow.costs = replace(slow.costs, training=0.01)
+    without, outcome = free.run(4, 1), slow.run(4, 1)
+    assert outcome.step_seconds == pytest.approx(without.step_seconds + outcome.training, rel=1e-6)
+
+
 def test_filtered_groups_depend_on_seed_and_number_alone() -> None:
     first, late, other = DrawnFilter(0.3, 5), DrawnFilter(0.3, 5), DrawnFilter(0.3, 6)
     last = late.passes(3999)
