@@ -185,7 +185,9 @@ def measure(options: argparse.Namespace) -> dict[tuple[bool, int], dict[str, flo
             ]
             whole = cluster.start_trainers(f"{__name__}:Rank", max(options.ranks), ())
             groups = {(relayed, ranks): first_ranks(whole, ranks) for relayed, ranks in cases}
-            with full_collections_between_steps() as collect_garbage:  # `benchmarks.controller` measures the collections
+            with (
+                full_collections_between_steps() as collect_garbage
+            ):  # `benchmarks.controller` measures the collections
                 for seed in range(options.rounds + 1):
                     for case, group in groups.items():
                         relay.DIRECT_RANKS = 0 if case[0] else max(options.ranks)

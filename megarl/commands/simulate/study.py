@@ -258,8 +258,8 @@ def _bases(runner: Runner, counts: list[int], best: SimulatedRun) -> list[Simula
     """Return the runs whose schedules are simulated with other factors of over-sampling: `sync`, the recipe's, and `best` last."""
     if runner.subject.filtered is None:
         return []
-    own = runner.run(_own_setting(runner.subject.recipe, runner.subject.devices, counts, best.setting.trainers))
-    runs = [run for run in (runner.synchronous, own) if run is not None and run is not best]
+    recipes_run = runner.run(_own_setting(runner.subject.recipe, runner.subject.devices, counts, best.setting.trainers))
+    runs = [run for run in (runner.synchronous, recipes_run) if run is not None and run is not best]
     return [*dict.fromkeys(runs), best]
 
 
@@ -269,8 +269,8 @@ def _own_setting(recipe: Recipe, devices: int, counts: list[int], trainers: int)
     window = 0.0 if rule == "drain" else rollout.window
     if recipe.cluster.placement == "colocated" or not counts:
         return Setting(devices, rule, rollout.max_staleness, window, colocated=True)
-    own = recipe.cluster.trainers
-    return Setting(own if own in counts else trainers, rule, rollout.max_staleness, window)
+    given = recipe.cluster.trainers
+    return Setting(given if given in counts else trainers, rule, rollout.max_staleness, window)
 
 
 def _oversampling(runner: Runner, base: SimulatedRun) -> Oversampling:

@@ -149,14 +149,14 @@ def _on_oversampling(result: Study) -> list[str]:
     """Name the recommended factor of each schedule, and compare it with the recipe's."""
     lines = []
     for each in result.oversampled:
-        own = next((run for run in each.runs if run.setting.oversample is None), None)
+        recipes_run = next((run for run in each.runs if run.setting.oversample is None), None)
         best, outcome = each.best, each.best.outcome
         text = f"oversample for {in_words(best)}: {best.schedule.oversample:g}"
-        if own is best:
+        if recipes_run is best:
             text += ", as in the recipe"
-        elif own is not None:
-            ratio = outcome.step_seconds / own.outcome.step_seconds
-            text += f", {ratio:.2f} times the step of the recipe's {own.schedule.oversample:g}"
+        elif recipes_run is not None:
+            ratio = outcome.step_seconds / recipes_run.outcome.step_seconds
+            text += f", {ratio:.2f} times the step of the recipe's {recipes_run.schedule.oversample:g}"
         lines.append(f"{text}; {outcome.tried:.2f} groups sampled per trained one, {outcome.unused:.1%} unused")
     return lines
 
