@@ -9,7 +9,8 @@ usual betas and without weight decay, gradient norm at most 1, clip range, no KL
 no separate pass for old log-probs, temperature 1, seed, the Python function of the reward, and CPU threads: each process has
 --threads of them, and trainers and engine take turns, so both frameworks compute on the same number of cores.
 
-Samples of a micro batch are equal, too, and all samples of a step are drawn from one random generator.
+Samples of a micro batch are equal, too, and all samples of a step are drawn from one random generator. Each round has another seed,
+the same for both.
 
 TRL runs GRPOTrainer in one process with Hugging Face generation and its defaults, except no gradient checkpointing (on by
 default, which is slower). megarl runs as a user starts it: `megarl train`, which uses Ray, and torchrun; one trainer, one vLLM
@@ -29,8 +30,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from benchmarks.trl.figures import (
     table,
 )
 from benchmarks.trl.job import FUNCTIONS, SIZES, Job, end_early, environment, make_model, make_rows
-from benchmarks.trl.process_tree import measure
+from benchmarks.trl.process_tree import Usage, measure
 
 ROOT = Path(__file__).parents[1]
 TRL, RAY, TORCHRUN = "TRL", "megarl, Ray", "megarl, torchrun"
@@ -119,6 +120,21 @@ def megarl_lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
+def measured_run(
+    name: str, command: Sequence[str], env: Mapping[str, str], job: Job, folder: Path, limit: float
+) -> tuple[list[list[tuple[float, float]]], Usage]:
+    """Run `command`, which records its samples in `folder`/record, and return the batches of `batches` and its usage.
+
+    Raises RuntimeError with the end of its output if it fails or takes more than `limit` seconds.
+    """
+    usage = measure(command, env, ROOT, folder / "output", limit)
+    if usage.code != 0:
+        end = (folder / "output").read_text(errors="replace")[-3000:]
+        problem = f"exceeded --limit {limit:.0f} s" if usage.code is None else f"ended with status {usage.code}"
+        raise RuntimeError(f"{name} {problem}. Its command: {' '.join(command)}\nThe end of its output:\n{end}")
+    return batches(read_record((folder / "record").read_text()), job.batch), usage
+
+
 def run_once(name: str, job: Job, options: argparse.Namespace, runs: Runs) -> None:
     """Run one framework, and add its results to `runs`. Raises RuntimeError with the end of its output if it fails."""
     with tempfile.TemporaryDirectory() as text:
@@ -128,14 +144,7 @@ def run_once(name: str, job: Job, options: argparse.Namespace, runs: Runs) -> No
             if name == TRL
             else megarl_command(job, folder, name, options.set)
         )
-        usage = measure(command, environment(job.threads), ROOT, folder / "output", options.limit)
-        if usage.code != 0:
-            end = (folder / "output").read_text(errors="replace")[-3000:]
-            problem = (
-                f"exceeded --limit {options.limit:.0f} s" if usage.code is None else f"ended with status {usage.code}"
-            )
-            raise RuntimeError(f"{name} {problem}. Its command: {' '.join(command)}\nThe end of its output:\n{end}")
-        steps = batches(read_record((folder / "record").read_text()), job.batch)
+        steps, usage = measured_run(name, command, environment(job.threads), job, folder, options.limit)
         if name == TRL:
             lengths = trl_lengths(folder)
         else:
@@ -168,6 +177,13 @@ def check_trl(python: str) -> None:
 def parser() -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--trl-python", required=True, help="Python of an environment with TRL")
+    arguments.add_argument("--only", nargs="+", choices=(TRL, RAY, TORCHRUN), default=(TRL, RAY, TORCHRUN))
+    add_job_options(arguments)
+    return arguments
+
+
+def add_job_options(arguments: argparse.ArgumentParser) -> None:
+    """Add the options of `job_of`, --rounds, --limit and --set, the settings of megarl's recipe."""
     arguments.add_argument("--size", choices=SIZES, default="0.2M", help="parameters of the random model")
     arguments.add_argument("--moe", action="store_true", help="Qwen3-MoE with four experts, two for each token")
     arguments.add_argument("--model", help="a starting model instead of the random one, e.g. runs/quickstart-sft/hf")
@@ -178,7 +194,6 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--steps", type=int, default=8, help="steps of each run")
     arguments.add_argument("--rounds", type=int, default=2)
     arguments.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each process")
-    arguments.add_argument("--only", nargs="+", choices=(TRL, RAY, TORCHRUN), default=(TRL, RAY, TORCHRUN))
     arguments.add_argument("--set", nargs="*", default=(), help="further settings of megarl's recipe")
     arguments.add_argument(
         "--micro-batch", type=int, help="samples of a forward and backward pass; default by size: 64, 8, 8"
@@ -186,8 +201,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--learning-rate", type=float, help="default by size")
     arguments.add_argument("--mean-response", type=float, help="long-tailed lengths with about this mean, in tokens")
     arguments.add_argument("--limit", type=float, default=1800, help="seconds of a run")
-    arguments.add_argument("--seed", type=int, default=0)
-    return arguments
+    arguments.add_argument("--seed", type=int, default=0, help="of the first round; the next ones count up")
 
 
 def job_of(options: argparse.Namespace, folder: Path) -> Job:
@@ -232,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{options.size} {job.prompts} x {job.samples} samples, load {os.getloadavg()[0]:.1f}", flush=True)
         for number in range(options.rounds):
             for name in list(results)[:: 1 if number % 2 == 0 else -1]:
-                run_once(name, job, options, results[name])
+                run_once(name, replace(job, seed=job.seed + number), options, results[name])
                 print(f"round {number + 1}: {name} {results[name].figures[-1]}", flush=True)
     print("\n" + table({name: runs.figures for name, runs in results.items()}, next(iter(results))))
     print("\n" + rewards_table({name: runs.rewards for name, runs in results.items()}))

@@ -4,8 +4,8 @@
 
 Engines are stand-ins that answer in a random order. `rollout.at_update` is refresh with `max_staleness` 4 and window 0.3, so that
 groups overtake and every sample has spans of several versions. The time is spent in `EnginesSource`: admission, assignment to engines,
-arrival, release and batches with their metrics. A thread waits for each batch meanwhile, as the controller does. Sizes alternate, and
-the ratios are of the medians of the rounds.
+arrival, release, batches with their metrics, and a garbage collection after each step. A thread waits for each batch meanwhile, as the
+controller does. Sizes alternate, and the ratios are of the medians of the rounds.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
+from megarl.platform.installed import full_collections_between_steps
 from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.source_engines import EnginesSource
@@ -88,19 +89,21 @@ def seconds_per_group(prompts: int, engines: int, samples: int, steps: int, seed
         action()
         spent.append(time.thread_time() - begin)
 
-    for version in range(steps):
-        timed(functools.partial(source.admit, version))
-        taking = threading.Thread(target=timed, args=(functools.partial(source.take, prompts),))
-        taking.start()
-        while not source.admission.closed and taking.is_alive():
-            running = [(number, service) for service in services for number in service.running]
-            order.shuffle(running)
-            by_engine: dict[str, tuple[Engine, list[Group]]] = {}
-            for number, service in running[: max(1, len(running) // 8)]:
-                by_engine.setdefault(service.name, (service, []))[1].append(group(number, version, samples))
-            for service, groups in by_engine.values():
-                timed(functools.partial(service.answer, groups))
-        taking.join()
+    with full_collections_between_steps() as collect_garbage:
+        for version in range(steps):
+            timed(functools.partial(source.admit, version))
+            taking = threading.Thread(target=timed, args=(functools.partial(source.take, prompts),))
+            taking.start()
+            while not source.admission.closed and taking.is_alive():
+                running = [(number, service) for service in services for number in service.running]
+                order.shuffle(running)
+                by_engine: dict[str, tuple[Engine, list[Group]]] = {}
+                for number, service in running[: max(1, len(running) // 8)]:
+                    by_engine.setdefault(service.name, (service, []))[1].append(group(number, version, samples))
+                for service, groups in by_engine.values():
+                    timed(functools.partial(service.answer, groups))
+            taking.join()
+            timed(collect_garbage)
     return sum(spent) / (steps * prompts)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.platform.installed import full_collections_between_steps
 from megarl.recipe.schema import Recipe
 from megarl.rollout.collect.finished import FinishedGroup, FinishedGroups, Scored
 from megarl.rollout.engine_handle import EngineHandle
@@ -184,11 +185,15 @@ def measure(options: argparse.Namespace) -> dict[tuple[bool, int], dict[str, flo
             ]
             whole = cluster.start_trainers(f"{__name__}:Rank", max(options.ranks), ())
             groups = {(relayed, ranks): first_ranks(whole, ranks) for relayed, ranks in cases}
-            for seed in range(options.rounds + 1):
-                for case, group in groups.items():
-                    relay.DIRECT_RANKS = 0 if case[0] else max(options.ranks)
-                    seconds = cpu_seconds(cluster, group, engines, options, seed)
-                    rounds[case] += [seconds] if seed else []  # the first round starts threads and connections
+            with (
+                full_collections_between_steps() as collect_garbage
+            ):  # `benchmarks.controller` measures the collections
+                for seed in range(options.rounds + 1):
+                    for case, group in groups.items():
+                        relay.DIRECT_RANKS = 0 if case[0] else max(options.ranks)
+                        seconds = cpu_seconds(cluster, group, engines, options, seed)
+                        rounds[case] += [seconds] if seed else []  # the first round starts threads and connections
+                        collect_garbage()
             for group in groups.values():
                 if group._relays is not None:
                     group._relays.kill()

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megarl.commands.simulate.engine import Costs, FinishedSample, VirtualEngine
+from megarl.commands.simulate.group_filter import DrawnFilter
 from megarl.commands.simulate.lengths import DrawnLengths, LogNormal
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.schema import Recipe
@@ -53,8 +54,8 @@ class Clock:
 class Engine:
     """An engine's process: its requests take virtual time, and its groups arrive as a real engine's do."""
 
-    def __init__(self, index: int, clock: Clock, costs: Costs, lengths: DrawnLengths, samples: int, filtered: float):
-        self.name, self.index, self.clock, self.filtered = f"engine{index}", index, clock, filtered
+    def __init__(self, index: int, clock: Clock, costs: Costs, lengths: DrawnLengths, samples: int, drawn: DrawnFilter):
+        self.name, self.index, self.clock, self.drawn = f"engine{index}", index, clock, drawn
         self.virtual, self.lengths, self.samples = VirtualEngine(costs), lengths, samples
         self.answered: deque[Group] = deque()
         self.collecting: tuple[int, Future[Any]] | None = None
@@ -111,7 +112,7 @@ class Engine:
         self.plan()
         for samples in complete:
             number = samples[0].group
-            spread = np.random.default_rng([7, number]).random() >= self.filtered
+            spread = self.drawn.passes(number)
             group = [
                 Sample(
                     number, index, InlineData([]), int(LENGTHS.prompt), one.length, one.length,
@@ -162,6 +163,12 @@ CASES = [
 ]
 
 
+def costs(engines: int) -> Costs:
+    """Return the assumed seconds of the docstring."""
+    decode = 0.015 + 0.0001 * np.arange(SLOTS + 1)
+    return Costs(engines, decode, prefill=5e-5, training=0.0, weight_sync=0.0, prompt=LENGTHS.prompt)
+
+
 @dataclass
 class Figures:
     """Means over the measured steps, and the largest lag."""
@@ -179,18 +186,8 @@ def simulate(
 ) -> Figures:
     """Run `WARM_UP` and `steps` measured steps of `case`."""
     recipe, clock = case.recipe(prompts, samples, WARM_UP + steps + 50), Clock()
-    costs = Costs(
-        engines,
-        0.015 + 0.0001 * np.arange(SLOTS + 1),
-        prefill=5e-5,
-        training=0.0,
-        weight_sync=0.0,
-        prompt=LENGTHS.prompt,
-    )
-    lengths = DrawnLengths(LENGTHS, samples, seed=0)
-    services = [
-        Engine(index, clock, costs, lengths, samples, filtered if case.filtered else 0.0) for index in range(engines)
-    ]
+    lengths, drawn = DrawnLengths(LENGTHS, samples, seed=0), DrawnFilter(filtered if case.filtered else 0.0, seed=0)
+    services = [Engine(index, clock, costs(engines), lengths, samples, drawn) for index in range(engines)]
     rows = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "train") for i in range(97))
     source = EnginesSource(recipe, rows, [EngineHandle(each) for each in services], [0], lambda: None)  # type: ignore[arg-type]
     drains = update_rule(recipe) == "drain"

@@ -89,7 +89,7 @@ def exported(process: EngineProcess, trainers: Trainers, version: int) -> tuple[
 
 def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     path, count = write_model(directory / "model", arguments.parameters)
-    process, trainers = EngineProcess(), Trainers(directory, path, LAYOUTS[arguments.layout], 4)
+    process, trainers = EngineProcess(), Trainers(directory, path, LAYOUTS[arguments.layout], 4, weights_only=True)
     try:
         process.replace("megarl.engines.vllm.engine", "build_engine_args", "with_digests")  # and `set_fingerprints`
         started = process.begin("start", spec(path, load_weights=False, **ENGINES[arguments.engine]))

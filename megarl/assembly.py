@@ -283,15 +283,15 @@ def _start_processes(setup: RunSetup, cluster: Cluster, log: RunLog) -> Started:
     descriptions: list[dict[str, Any]] = []
     time_shared = rollout and shares_devices(recipe.cluster, platform)
     if time_shared:
-        descriptions = wait_until_asleep(engines, loading, limit)
+        descriptions = wait_until_asleep(engines, loading, limit, cluster.check)
         log.reached("engines are loaded, and sleep")
     flops, critic_flops = setup.prepared.flops, setup.prepared.critic_flops
     learners = Learners.start(recipe, cluster, platform.name, folder.path, flops, critic_flops, setup.place.resumes)
     log.reached("trainers have the model")
     if cluster.not_taken:
         log.warn(not_taken_text(cluster.not_taken, [engine.service.kept for engine in engines]))
-    descriptions = descriptions or wait_for_start(engines, loading, doing="load", limit=limit)
-    wait_for_start(fixed, loading_fixed, doing="load", limit=limit)
+    descriptions = descriptions or wait_for_start(engines, loading, doing="load", limit=limit, check=cluster.check)
+    wait_for_start(fixed, loading_fixed, doing="load", limit=limit, check=cluster.check)
     log.reached("engines and all other processes are ready" if rollout else "all processes are ready")
     return Started(engines, descriptions, teachers, judges, learners, time_shared)
 

@@ -282,6 +282,7 @@ def simulate(
     devices: simulate_options.Devices = None,
     lengths: simulate_options.ResponseLengths = None,
     response: simulate_options.Response = None,
+    filtered: simulate_options.Filtered = None,
     max_lag: simulate_options.MaxLag = None,
     steps: simulate_options.Steps = simulate_options.STEPS,
     seed: simulate_options.Seed = 0,
@@ -289,7 +290,7 @@ def simulate(
     as_json: simulate_options.AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Compare update rules, staleness, windows and splits of the devices under a virtual clock, without any device."""
+    """Compare update rules, staleness, windows, splits of the devices and over-sampling under a virtual clock, without any device."""
     from megarl.commands.simulate.command import SimulateOptions
     from megarl.commands.simulate.command import simulate as run_simulation
 
@@ -300,6 +301,7 @@ def simulate(
         devices=devices,
         lengths=lengths,
         response=response,
+        filtered=filtered,
         max_lag=max_lag,
         steps=steps,
         seed=seed,

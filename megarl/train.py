@@ -1,7 +1,4 @@
-"""The training loop of RL, SFT and DPO, which differ in the source of the batches.
-
-`rollout.max_staleness` sets how far the source samples ahead of the policy.
-"""
+"""The training loop of RL, SFT and DPO, which differ in the source of the batches. It may sample ahead (`rollout.max_staleness`)."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from megarl.checkpoint.next_commands import naming_checkpoint, print_end
 from megarl.cluster import is_controller, serve
 from megarl.errors import as_input_error
 from megarl.observe.log import RunLog
+from megarl.platform.installed import full_collections_between_steps
 from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.environment import environment_notices
 from megarl.preflight.run_setup import prepare_run
@@ -66,13 +64,14 @@ def run_steps(run: Run, checkpoint: Path | None = None, journal: JournalEntry | 
         with_trainers(run, done, lambda: run.publish_first_weights(done))
         if run.recipe.evaluation.at_start and done == 0:
             with_trainers(run, 0, lambda: run.evaluate_policy(after_step=0))
-    with run.checkpoints.saved_at_end(run.devices.reclaim):
+    with run.checkpoints.saved_at_end(run.devices.reclaim), full_collections_between_steps() as collect_garbage:
         if journal is not None and done == run.recipe.train.steps:  # its save may have been lost with the controller
             with_trainers(run, done, partial(run.checkpoints.save_if_due, done))
         for step in range(done + 1, run.last_step + 1):
             run.profiling.before_sampling(step)
             run.source.admit(step - 1)
             train_on_next_batch(run, step)
+            collect_garbage()
             recovery.roll_back_if_due(run, step)
             with_trainers(run, step, partial(recovery.save_step, run, step))
             if run.is_cut_off(step):

@@ -104,7 +104,7 @@ def table(runs: Mapping[str, Sequence[Figures]], reference: str) -> str:
 
 
 def rewards_table(rewards: Mapping[str, Sequence[Sequence[float]]]) -> str:
-    """Return the Markdown table of the mean reward of each step, a mean over runs."""
+    """Return the Markdown table of the mean reward of each step: mean, and standard deviation between the runs."""
     steps = max(len(run) for runs in rewards.values() for run in runs)
     shown = sorted({0, steps - 1, *range(0, steps, max(1, steps // 8))})
     lines = [
@@ -112,6 +112,9 @@ def rewards_table(rewards: Mapping[str, Sequence[Sequence[float]]]) -> str:
         "|---" * (len(shown) + 1) + "|",
     ]
     for name, runs in rewards.items():
-        means = [statistics.fmean(run[step] for run in runs) for step in shown]
-        lines.append(f"| {name} | " + " | ".join(f"{mean:.3f}" for mean in means) + " |")
+        values = [[run[step] for run in runs] for step in shown]
+        cells = [f"{statistics.fmean(each):.3f}" for each in values]
+        if len(runs) > 1:
+            cells = [f"{cell} ± {statistics.stdev(each):.3f}" for cell, each in zip(cells, values, strict=True)]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -31,7 +31,7 @@ most promising one. Try one at a time, by adding it to the command. megarl chang
 A healthy run has no advice. Rules compare the median of the first steps with the median of the last steps (a tenth of the
 run, 5 to 20 steps each) and need 10 steps. "By more than noise" means 3 standard errors, with the noise between neighbouring
 steps. Rules without their metrics are silent. Rules about rewards do not apply to SFT, DPO and distillation, and rules about
-time leave out the first step of each start.
+time leave out the first step of each start, and steps in which a worker died or the trainers waited for workers to restart.
 
 `python -m docs.generate.advice` writes this page from `megarl/observe/advice/`.
 """

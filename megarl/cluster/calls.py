@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,12 +11,18 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for_futures
 from typing import Any, Protocol, TypeVar
 
-from megarl.errors import ProcessFailure
+from megarl.errors import ProcessFailure, pluralize
 from megarl.types import DataRef, Group
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
+NOTICE_SECONDS = 60.0  # between messages about services that have not replied
 _POLL_SECONDS = 1.0
+_WAITING = (
+    "megarl has waited %.0f s for %s to %s (%s = %g s). See logs/%s.log in the run's directory; `megarl doctor RUN` shows what each "
+    "process does now."
+)
 
 
 class Named(Protocol):
@@ -74,10 +81,12 @@ def wait_for_all(
 
     `limit` is in seconds from now; `key` is the recipe key that sets it. `doing` completes "engine0 did not ...". `check` is called
     every second, and may raise.
+    Prints a message about late services every `NOTICE_SECONDS`.
     Raises the first exception of a call at once, because the other services may be waiting for the failed one.
     Raises ProcessFailure with the name of the first service that has not answered within `limit`.
     """
-    deadline, left = time.monotonic() + limit, set(calls)
+    began, left = time.monotonic(), set(calls)
+    deadline, next_notice = began + limit, began + NOTICE_SECONDS
     while left and time.monotonic() < deadline:
         seconds = min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
         done, left = wait_for_futures(left, timeout=seconds, return_when=FIRST_EXCEPTION)
@@ -86,6 +95,10 @@ def wait_for_all(
                 call.result()
         if left:
             check()
+        if left and (now := time.monotonic()) >= next_notice:
+            next_notice = now + NOTICE_SECONDS
+            late = [service.name for service, call in zip(services, calls, strict=True) if call in left]
+            logger.warning(_WAITING, now - began, f"{late[0]}{_others(len(late) - 1)}", doing, key, limit, late[0])
     for service, call in zip(services, calls, strict=True):
         if not call.done():
             raise ProcessFailure(
@@ -93,6 +106,10 @@ def wait_for_all(
                 f"logs/{service.name}.log; raise {key} if it is only slow."
             )
     return [call.result() for call in calls]
+
+
+def _others(count: int) -> str:
+    return f" and {pluralize(count, 'other')}" if count else ""
 
 
 def when_done(call: Future[T], then: Callable[[Future[T]], None], result: Future[Any]) -> None:

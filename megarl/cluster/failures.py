@@ -109,17 +109,18 @@ class Failure:
     def __str__(self) -> str:
         text = f"{self.place} {'died' if self.died else 'failed'}: {self.cause}"
         if self.place.log:
-            tail = log_tail(self.place.log) if self.died else ""
+            # A process without an id has not opened its log yet: the last lines are an earlier process's.
+            tail = log_tail(self.place.log) if self.died and self.place.pid else ""
             text += f"\nIts output: {self.place.log}" + (f", which ends:\n{tail}" if tail else "")
         return text
 
 
 class ClusterError(ProcessFailure):
-    """A process failed. `failure` holds the remote traceback."""
+    """A process failed. `failure` holds the remote traceback. `note`: text behind it, with its line break."""
 
     def __init__(self, failure: Failure, note: str = "") -> None:
         super().__init__(f"{failure}{note}")
-        self.failure = failure
+        self.failure, self.note = failure, note
 
 
 class WorkerFailed(ClusterError):

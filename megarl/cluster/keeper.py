@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from typing import Any
 
 import megarl
 from megarl.atomic_files import write_atomically
+from megarl.cluster.keeper_folder import KeeperFolder, remove_stale_folders, stale_text
 from megarl.cluster.ray.env import authentication
 from megarl.cluster.sigstop_watch import process_fields
 from megarl.errors import ProcessFailure
@@ -93,8 +93,8 @@ class KeeperProcess:
     seconds: `train.keep_workers`. environ: of the keeper and its processes."""
 
     def __init__(self, address: str, seconds: float, environ: Mapping[str, str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="megarl-keeper-")
-        self._file = Path(self._folder.name) / "keeper.json"
+        self._folder = KeeperFolder()
+        self._file = self._folder.path / "keeper.json"
         self._process = subprocess.Popen(
             [sys.executable, "-m", MODULE, str(self._file), address, repr(seconds)],
             env=dict(environ),
@@ -102,6 +102,7 @@ class KeeperProcess:
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C on the terminal must not end it
         )
+        self._folder.set_owners(os.getpid(), self._process.pid)
 
     @property
     def env(self) -> dict[str, str]:
@@ -122,7 +123,7 @@ class KeeperProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()  # its orphan reaper ends the others
             self._process.wait()
-        self._folder.cleanup()
+        self._folder.remove()
 
 
 class Keepers:
@@ -140,6 +141,8 @@ class Keepers:
             return {**os.environ}
         if self._keeper is None or not self._keeper.alive():
             self.close()
+            if removed := remove_stale_folders():
+                print(stale_text(removed), file=sys.stderr)
             # Ray's token, which the keeper and each controller need.
             self._shared = {} if self._address else authentication(os.environ)
             self._keeper = KeeperProcess(self._address, self._seconds, {**os.environ, **self._shared})

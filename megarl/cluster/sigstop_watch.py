@@ -18,6 +18,7 @@ LOOK_SECONDS = 2.0  # between two looks; shorter calls end before the first look
 # Consecutive looks at a stopped process until it counts as lost: 20 s. Counted instead of timed, so that a pause of the
 # controller itself (Ctrl-Z, a suspended job) does not count.
 LOOKS = 10
+_START_TIME = 19  # index in `process_fields`
 
 
 def stopped_pids(pids: Sequence[int]) -> list[int]:
@@ -31,6 +32,12 @@ def process_fields(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:  # the cluster reports it elsewhere
         return []
+
+
+def start_time(pid: int) -> int:
+    """Return when a process of this machine started, in clock ticks since the boot; 0 if it has ended."""
+    fields = process_fields(pid)
+    return 0 if fields[:1] in ([], ["Z"]) else int(fields[_START_TIME])
 
 
 class StopDetector:

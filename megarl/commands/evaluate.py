@@ -48,7 +48,7 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
         engines = start_engines(recipe, sources, platform, cluster, traces=None, updated=False)
         judges = start_judge(recipe, platform, cluster)
         loading = [*(judge.start() for judge in judges), *load_engines(recipe.rollout, engines)]
-        wait_for_start([*judges, *engines], loading, doing="load", limit=limit)
+        wait_for_start([*judges, *engines], loading, doing="load", limit=limit, check=cluster.check)
         check, outages = check_for(recipe.rollout, engines, cluster, _print)
         judge = connect_judge(recipe, platform, cluster, judges, _print)
         samplers = with_judge(recipe.judge, recipe.reward, engines, judge)

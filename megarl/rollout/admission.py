@@ -25,7 +25,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megarl.recipe.derived.at_update import whole_number
 from megarl.types import Group
@@ -43,8 +43,12 @@ class AdmissionState:
 class UnusedGroups:
     """Groups of over-sampling that no batch takes."""
 
-    groups: int = 0
+    numbers: list[int] = field(default_factory=list)
     tokens: int = 0  # of the finished ones, prompts included
+
+    @property
+    def groups(self) -> int:
+        return len(self.numbers)
 
 
 @dataclass
@@ -129,12 +133,39 @@ class Admission:
             left = len(self._unreleased) - len(self._released_early) - self._rejected
             full, accepted = divmod(accepted + left, self.prompts_per_step)
             return batch + full, accepted, tried
-        for number in self._in_order():
-            accepted += number not in self._waiting or self._waiting[number].accepted
-            tried += 1
-            if self._places_left(accepted, tried) == 0:
-                batch, accepted, tried = batch + 1, 0, 0
+        size, most, waiting, early = (
+            self.prompts_per_step,
+            self.max_attempts * self.prompts_per_step,
+            self._waiting,
+            self._released_early,
+        )
+        if tried - accepted + self._rejected <= most - size:  # no batch can be exhausted
+            full, left = divmod(accepted + len(self._unreleased) - len(early) - self._rejected, size)
+            if full == 0:
+                return batch, left, tried + len(self._unreleased) - len(early)
+            return batch + full, left, self._tried_last(left)
+        for number in self._unreleased:  # thousands: without calls
+            if number not in early:
+                item = waiting.get(number)
+                accepted += item is None or item.accepted
+                tried += 1
+                if accepted == size or tried == most:
+                    batch, accepted, tried = batch + 1, 0, 0
         return batch, accepted, tried
+
+    def _tried_last(self, accepted: int) -> int:
+        """Return the number of the newest running and waiting groups of which `accepted` count as accepted, and no older group of the
+        same batch is: a batch ends with an accepted group."""
+        tried = 0
+        for number in reversed(self._unreleased):
+            if number not in self._released_early:
+                item = self._waiting.get(number)
+                if item is None or item.accepted:
+                    if not accepted:
+                        break
+                    accepted -= 1
+                tried += 1
+        return tried
 
     def _in_order(self) -> list[int]:
         """Return the numbers of running and waiting groups, oldest first."""
@@ -165,7 +196,7 @@ class Admission:
             released = self._waiting.pop(number)
             self._rejected -= not released.accepted
             if self.oversample > 1.0 and self._is_surplus(released.group):
-                self.unused.groups += 1
+                self.unused.numbers.append(released.group.number)
                 self.unused.tokens += sum(sample.length for sample in released.group.samples)
                 continue
             self.tried.append(released)
@@ -185,7 +216,7 @@ class Admission:
         unused, self.unused = self.unused, UnusedGroups()
         if self.state.closed == self.batches and not self.closed:
             waiting = [item.group for item in self.waiting()]
-            unused.groups += self.running + len(waiting)
+            unused.numbers += [*self.unfinished(), *(group.number for group in waiting)]
             unused.tokens += sum(sample.length for group in waiting for sample in group.samples)
         return unused
 

@@ -26,6 +26,10 @@ class _EngineState:
     loads: bool = False  # it loads them now
     closed: bool = False  # no group starts on it any more
 
+    @property
+    def is_idle(self) -> bool:
+        return not (self.load or self.closed)
+
 
 @dataclass(frozen=True)
 class Finishing:
@@ -51,16 +55,9 @@ class Dispatch:
         self._most_groups = math.inf if finishing is None else math.ceil(finishing.groups / engines)
         self._most_finishing = 0 if finishing is None else max(1, int(engines // max(1.0, finishing.max_staleness)))
         self._version: int | None = None  # the newest
-
-    @property
-    def idle(self) -> int:
-        """Number of engines without a group, closed ones left out."""
-        return sum(not (engine.load or engine.closed) for engine in self._engines)
-
-    @property
-    def open(self) -> int:
-        """Number of engines on which groups start."""
-        return sum(not engine.closed for engine in self._engines)
+        # Counted at each change, because the caller reads them for every group
+        self.idle = engines  # number of engines without a group, closed ones left out
+        self.open = engines  # number of engines on which groups start
 
     @property
     def versions(self) -> list[int | None]:
@@ -72,6 +69,7 @@ class Dispatch:
         if all(each.closed for index, each in enumerate(self._engines) if index != engine):
             raise ValueError(f"no engine but number {engine} is open, so its groups cannot move")
         self._engines[engine].closed = True
+        self._count()
 
     def open_only(self, serving: Collection[int]) -> None:
         """Start further groups only on the `serving` engines, which have the newest weights. Their indices may be new."""
@@ -79,6 +77,7 @@ class Dispatch:
         self._engines += [_EngineState(version=self._version) for _ in range(missing)]
         for index, engine in enumerate(self._engines):
             engine.closed = index not in serving
+        self._count()
 
     def add_version(self, version: int) -> None:
         """Record that all engines have received weights. They load the first weights at once, and with finish only these."""
@@ -107,7 +106,7 @@ class Dispatch:
                 engine.finishes = too_old and self._is_behind(engine)
                 heapq.heappop(ready)
                 continue
-            engine.load += 1
+            self._add(engine, 1)
             heapq.heapreplace(ready, (load + 1, index))
             started.append(index)
         return started
@@ -118,10 +117,12 @@ class Dispatch:
 
     def start_again(self, groups: int) -> list[int]:
         """Return the engine of each of `groups` that have run, before a restart or on another engine, and run again now."""
+        if not groups:
+            return []
         started, is_open = [], [index for index, engine in enumerate(self._engines) if not engine.closed]
         for _ in range(groups):
             index = min(is_open, key=lambda index: (self._engines[index].load, index))
-            self._engines[index].load += 1
+            self._add(self._engines[index], 1)
             started.append(index)
         return started
 
@@ -137,10 +138,12 @@ class Dispatch:
 
     def remove(self, engine: int) -> None:
         """Record that a group of an engine has ended."""
-        self._engines[engine].load -= 1
+        self._add(self._engines[engine], -1)
 
     def take_due_loads(self) -> list[int]:
         """Return the engines that have finished and must now load the newest weights."""
+        if self._finishing is None:
+            return []
         due = [
             index for index, engine in enumerate(self._engines) if engine.finishes and not (engine.load or engine.loads)
         ]
@@ -153,6 +156,15 @@ class Dispatch:
         state = self._engines[engine]
         state.version, state.loads, state.finishes = version, False, False
         self._choose_finishing()
+
+    def _add(self, engine: _EngineState, groups: int) -> None:
+        was_idle = engine.is_idle
+        engine.load += groups
+        self.idle += engine.is_idle - was_idle
+
+    def _count(self) -> None:
+        self.idle = sum(engine.is_idle for engine in self._engines)
+        self.open = sum(not engine.closed for engine in self._engines)
 
     def _is_behind(self, engine: _EngineState) -> bool:
         # An engine may be ahead: it may load weights that have arrived before `add_version` is called.

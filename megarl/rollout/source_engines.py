@@ -282,8 +282,8 @@ class EnginesSource:
         self._observe()
 
     def _start_groups(self) -> None:
-        """Start as many groups as admission and engines allow, with one message per engine."""
-        if self._error is not None or (self.fleet is not None and not self.fleet.serving):
+        """Start as many groups as admission and engines allow, with one message per engine; none after `close`, whose tape has ended."""
+        if self._closed or self._error is not None or (self.fleet is not None and not self.fleet.serving):
             return
         if not self.admission.running:
             self._stall_timer.reset()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -117,9 +117,11 @@ def wait_for_start(
     *,
     doing: str,
     limit: float,
+    check: Callable[[], None] = lambda: None,
 ) -> list[Any]:
-    """Wait for calls that prepare engines. `limit`: `rollout.start_timeout`, in seconds. See `wait_for_all`."""
-    return wait_for_all(engines, calls, doing=doing, key="rollout.start_timeout", limit=limit)
+    """Wait for calls that prepare engines. `limit`: `rollout.start_timeout`, in seconds. `check`: `Cluster.check`, which raises if a
+    process has died or is stopped. See `wait_for_all`."""
+    return wait_for_all(engines, calls, doing=doing, key="rollout.start_timeout", limit=limit, check=check)
 
 
 def shares_devices(cluster: ClusterConfig, platform: Any) -> bool:
@@ -128,14 +130,14 @@ def shares_devices(cluster: ClusterConfig, platform: Any) -> bool:
 
 
 def wait_until_asleep(
-    engines: Sequence[EngineHandle], loading: Sequence[Future[Any]], limit: float
+    engines: Sequence[EngineHandle], loading: Sequence[Future[Any]], limit: float, check: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Wait until engines are loaded, and put them to sleep. Returns their descriptions. `limit`: see `wait_for_start`.
+    """Wait until engines are loaded, and put them to sleep. Returns their descriptions. `limit`, `check`: see `wait_for_start`.
 
     An engine measures the free memory when it loads, so trainers of the same devices start afterwards.
     """
-    descriptions = wait_for_start(engines, loading, doing="load", limit=limit)
-    wait_for_start(engines, [engine.sleep() for engine in engines], doing="go to sleep", limit=limit)
+    descriptions = wait_for_start(engines, loading, doing="load", limit=limit, check=check)
+    wait_for_start(engines, [engine.sleep() for engine in engines], doing="go to sleep", limit=limit, check=check)
     return descriptions
 
 

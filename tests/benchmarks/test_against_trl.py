@@ -78,7 +78,8 @@ def test_rewards_table_shows_first_and_last_step():
     runs = {"TRL": [[0.0] * 19 + [1.0], [0.5] * 20], "megarl": [[0.25] * 20]}
     head, _, trl, megarl = rewards_table(runs).splitlines()
     assert head.startswith("| mean reward of step | 1 | 3 |") and head.endswith("| 20 |")
-    assert trl.startswith("| TRL | 0.250 |") and trl.endswith("| 0.750 |")
+    assert trl.startswith("| TRL | 0.250 ± 0.354 |") and trl.endswith("| 0.750 ± 0.354 |")
+    assert megarl.startswith("| megarl | 0.250 | 0.250 |")  # one run has no deviation
     assert len(megarl.split("|")) == len(head.split("|"))
 
 

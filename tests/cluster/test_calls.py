@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -54,3 +55,31 @@ def test_a_stall_timer_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     now[0] = 510.5
     with pytest.raises(RuntimeError, match="no group has finished for 10 s"):
         timer.check(1, "number 0")
+
+
+def test_a_long_wait_is_reported_every_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loading a large model takes minutes; so does an engine that waits for a lock."""
+    now, results = [0.0], [Future[int]() for _ in range(3)]
+    results[1].set_result(1)
+    services: Any = [SimpleNamespace(name=f"engine{number}") for number in range(3)]
+
+    def wait(left: set[Future[int]], **_: Any) -> Any:
+        now[0] += 25.0
+        return {call for call in left if call.done()}, {call for call in left if not call.done()}
+
+    def check() -> None:
+        if now[0] >= 150:
+            for call in (results[0], results[2]):
+                call.set_result(2)
+
+    monkeypatch.setattr(calls.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(calls, "wait_for_futures", wait)
+    with caplog.at_level(logging.WARNING):
+        wait_for_all(services, results, doing="load", key="rollout.start_timeout", limit=1800.0, check=check)
+    first, second = caplog.messages
+    assert first.startswith(
+        "megarl has waited 75 s for engine0 and 1 other to load (rollout.start_timeout = 1800 s). See logs/engine0"
+    )
+    assert second.startswith("megarl has waited 150 s")

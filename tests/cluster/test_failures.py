@@ -91,6 +91,15 @@ def test_log_tail_is_of_the_newest_process(tmp_path):
     assert log_tail(str(tmp_path / "on another machine")) == ""
 
 
+def test_a_process_without_an_id_has_not_written_the_last_lines_of_its_log(tmp_path):
+    """It died before it had reported its place: the file has the output of the process before it."""
+    log = tmp_path / "engine0.log"
+    log.write_text("=== megarl: service engine0, pid 7 ===\nthe end of an earlier process\n")
+    known, unknown = (Failure.death(ProcessInfo("service engine0", "host", pid, str(log)), "killed") for pid in (7, 0))
+    assert str(known).endswith("which ends:\n  the end of an earlier process")
+    assert str(unknown) == f"service engine0 on host died: killed\nIts output: {log}"
+
+
 def test_log_tail_leaves_out_the_statistics_of_ray(tmp_path):
     log = tmp_path / "raylet.out"
     log.write_text("agent exited\n" + "[state-dump] NodeManager.Task - 1 total (0 active)\n" * 2000)

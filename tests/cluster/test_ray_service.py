@@ -17,7 +17,7 @@ from megarl.cluster.ray import env as ray_env
 ray_env.prepare(private=True)
 
 from megarl.cluster.ray import service as ray_service  # noqa: E402 -- after the variables that Ray reads at import
-from megarl.cluster.ray.failures import death_cause  # noqa: E402
+from megarl.cluster.ray.failures import death_cause, located, not_started  # noqa: E402
 
 
 class Actor:
@@ -65,3 +65,20 @@ def test_a_call_fails_if_ray_itself_fails(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_process_that_ray_cannot_reach_is_not_called_killed() -> None:
     error = ray_service.ray.exceptions.ActorUnavailableError("the node does not answer", None)
     assert "may still run" in death_cause(error)
+
+
+def test_a_death_before_the_reply_has_the_process_id_of_rays_report() -> None:
+    error = ray_service.ray.exceptions.ActorDiedError()
+    error.error_msg = (
+        "The actor died.\n\tclass_name: ServiceActor\n\tpid: 5120\n\tip: 10.0.0.1\nits worker process has died."
+    )
+    place = ProcessInfo("service engine0", "10.0.0.1")
+    assert str(located(place, error)) == "service engine0 on 10.0.0.1 (pid 5120)"
+    assert located(ProcessInfo("service engine0", "10.0.0.1", 7), error).pid == 7, "what the process has reported"
+    assert located(place, ray_service.ray.exceptions.ActorDiedError()) == place
+
+
+def test_a_process_that_runs_and_does_not_reply_is_not_called_unstarted() -> None:
+    failure = not_started(ProcessInfo("service engine0", "host", 7, "/tmp/worker-7.err"), 300.0)
+    assert "has not reported its start within 300 s" in failure.cause and "/tmp/worker-7.err" in failure.cause
+    assert "Ray has not started its process" in not_started(ProcessInfo("service engine0", "10.0.0.1"), 300.0).cause

@@ -1,4 +1,4 @@
-"""The garbage collector during imports."""
+"""The garbage collector during imports and steps."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import gc
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.cluster.base import load_class
-from megarl.platform.installed import paused_collector
+from megarl.platform.installed import full_collections_between_steps, paused_collector
 
 
 class Node:
@@ -79,3 +80,43 @@ print(sum(collections))
 """
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert finished.stdout.splitlines()[-1:] == ["0"], finished.stderr
+
+
+def full_collections(action: Callable[[], object]) -> int:
+    """Return the number of full collections during `action`."""
+    generations: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            generations.append(info["generation"])
+
+    gc.callbacks.append(note)
+    try:
+        action()
+    finally:
+        gc.callbacks.remove(note)
+    return generations.count(2)
+
+
+def test_full_collections_happen_only_between_steps():
+    held: list[list[Node]] = []
+
+    def step() -> None:
+        held.append([Node() for _ in range(200_000)])  # Python starts a full collection in each of them otherwise
+
+    thresholds = gc.get_threshold()
+    before = cycle()
+    with full_collections_between_steps() as collect_garbage:
+        assert before() is None and gc.get_freeze_count()
+        garbage = [cycle() for _ in range(100)]
+        assert full_collections(step) == 0 and full_collections(step) == 0
+        assert full_collections(collect_garbage) == 1 and not any(each() for each in garbage)
+    assert gc.get_threshold() == thresholds and not gc.get_freeze_count()
+    assert full_collections(step) > 0
+
+
+def test_collector_is_as_before_after_an_error():
+    thresholds = gc.get_threshold()
+    with pytest.raises(RuntimeError), full_collections_between_steps():
+        raise RuntimeError
+    assert gc.get_threshold() == thresholds and not gc.get_freeze_count()

@@ -101,10 +101,34 @@ def test_a_death_ends_the_waiting_groups_once_and_later_ones_at_once() -> None:
         result.add_done_callback(lambda _, number=number: ends.append(number))  # type: ignore[misc]
     died = ServiceDied(Failure.death(PLACE, "killed"))
     calls.open.pop().set_exception(died)
-    assert arrived.result(0) and ends == [0, 1] and all(each.exception(0) is died for each in lost)
+    assert arrived.result(0) and ends == [0, 1]
+    assert all(isinstance(each.exception(0), ServiceDied) for each in lost)
     (later,) = calls.collect(4)
     calls.open.pop().set_exception(died)
-    assert later.exception(0) is died
+    assert isinstance(later.exception(0), ServiceDied)
+
+
+def test_the_error_of_a_whole_reply_names_the_engine_and_the_groups_that_it_had_not_returned() -> None:
+    calls = Calls()
+    arrived, *lost = calls.collect(3, 12, 4, 31, 5, 40, 8)
+    calls.reply(3)
+    unreadable = Raised("MemoryError", "the reply does not fit", "the traceback")
+    calls.open.pop().set_exception(CallFailed(Failure.raised(PLACE, unreadable), "\nTry again."))
+    assert arrived.result(0)
+    named = "service engine0 on host (pid 7) had not returned 6 groups: 4, 5, 8, 12, 31 and 1 more"
+    for each in lost:
+        error = each.exception(0)
+        assert isinstance(error, CallFailed) and error.failure.traceback == "the traceback"
+        assert (
+            str(error)
+            == f"service engine0 on host (pid 7) failed: MemoryError: the reply does not fit\nTry again.\n{named}"
+        )
+    (later,) = calls.collect(9)
+    calls.open.pop().set_exception(ServiceDied(Failure.death(PLACE, "killed")))
+    with pytest.raises(
+        ServiceDied, match=r"died: killed\nservice engine0 on host \(pid 7\) had not returned 1 group: 9$"
+    ):
+        later.result(0)
 
 
 def test_a_call_that_cannot_start_ends_the_waiting_groups() -> None:
@@ -116,8 +140,9 @@ def test_a_call_that_cannot_start_ends_the_waiting_groups() -> None:
 
     start, calls.collector._start_call = calls.collector._start_call, fail
     calls.reply(1)
-    with pytest.raises(OSError, match="no memory"):
+    with pytest.raises(OSError, match="no memory") as caught:
         waiting.result(0)
+    assert caught.value.__notes__ == ["service engine0 on host (pid 7) had not returned 1 group: 2"]  # type: ignore[attr-defined]
     (first,) = calls.collect(3)
     with pytest.raises(OSError, match="no memory"):
         first.result(0)
@@ -182,7 +207,7 @@ def test_a_new_process_has_a_collector_of_its_own() -> None:
     end: Future[Any] = Future()
     old.promise(1, end)
     end.set_exception(died)
-    assert before.exception(0) is died
+    assert isinstance(before.exception(0), ServiceDied)
 
 
 def test_groups_arrive_once_from_threads_that_collect_and_reply() -> None:

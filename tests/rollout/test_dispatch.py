@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,6 +30,64 @@ def test_groups_go_to_the_engine_with_the_fewest() -> None:
     dispatch.remove(1)
     assert dispatch.idle == 1 and dispatch.start(lambda _: 2) == [1, 1]
     assert dispatch.take_due_loads() == [], "engines load new weights as they arrive"
+
+
+class CountedList(list[Any]):
+    """Counts how often it is iterated."""
+
+    iterations = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.iterations += 1
+        return super().__iter__()
+
+
+def test_arrival_of_a_group_visits_no_other_engine() -> None:
+    """The controller's time per group then does not grow with the engines."""
+    dispatch = Dispatch(128)
+    dispatch.add_version(0)
+    started = dispatch.start(lambda _: 1000)
+    engines = dispatch._engines = CountedList(dispatch._engines)
+    for engine in started:
+        dispatch.remove(engine)
+        assert dispatch.start_again(0) == dispatch.start(lambda _: 0) == dispatch.take_due_loads() == []
+    assert (dispatch.idle, dispatch.open) == (128, 128) and not engines.iterations
+    dispatch.start(lambda _: 1)
+    assert engines.iterations, "starts choose among all engines"
+
+
+@given(st.integers(0, 10_000))
+def test_idle_and_open_engines_are_counted(seed: int) -> None:
+    rng, dispatch = random.Random(seed), Dispatch(4)
+    dispatch.add_version(0)
+    loads, is_open = [0] * 4, [True] * 4
+    for _ in range(30):
+        action = rng.choice(["start", "start_again", "remove", "close", "open_only"])
+        if action == "start":
+            started = dispatch.start(lambda _: rng.choice([0, 1, 5]))
+        elif action == "start_again":
+            started = dispatch.start_again(rng.randrange(3))
+        else:
+            started = []
+        for engine in started:
+            loads[engine] += 1
+        busy = [engine for engine in range(len(loads)) if loads[engine]]
+        if action == "remove" and busy:
+            engine = rng.choice(busy)
+            loads[engine] -= 1
+            dispatch.remove(engine)
+        elif action == "close" and sum(is_open) > 1:
+            engine = rng.choice([engine for engine in range(len(loads)) if is_open[engine]])
+            is_open[engine] = False
+            dispatch.close(engine)
+        elif action == "open_only":
+            serving = rng.sample(range(len(loads) + 1), 2)
+            new = max(serving) + 1 - len(loads)
+            loads += [0] * new
+            is_open = [engine in serving for engine in range(len(loads))]
+            dispatch.open_only(serving)
+        assert dispatch.open == sum(is_open)
+        assert dispatch.idle == sum(up and not load for up, load in zip(is_open, loads, strict=True))
 
 
 def test_no_group_starts_before_the_first_weights() -> None:

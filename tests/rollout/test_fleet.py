@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from pathlib import Path
@@ -359,3 +360,24 @@ def test_problems_of_an_engine_that_dies_in_an_evaluation_go_to_the_others() -> 
     threading.Timer(0.2, dying.die).start()
     groups = _run(problems, Sampling(n=1, max_tokens=8), engines.handles, engines.fleet.poll, 5.0, engines.fleet)
     assert [group.number for group in groups] == [FIRST_EVALUATION_GROUP + number for number in range(4)]
+
+
+def test_nothing_comes_behind_the_end_of_the_tape(tmp_path: Path) -> None:
+    """An engine that still samples groups dies after the last step, as during an export."""
+    engines = Engines()
+    source = source_of(engines)
+    source.recipe.train.steps = 1
+    source._arrivals = Arrivals(TapeFile(tmp_path / "controller.jsonl", {"segment": 0}), 0)
+    source.admit(0)
+    first, second = engines.services
+    first.finish(0, 2)
+    second.finish(1, 3)
+    assert len(source.take(4).groups) == 4
+    assert first.running and second.running, "groups of further steps"
+    source.close()
+    running = sorted(second.running)
+    first.die()
+    engines.fleet.poll()
+    records = [json.loads(line) for line in (tmp_path / "controller.jsonl").read_text().splitlines()]
+    assert records[-1] == {"ended": True} and not any("died" in record for record in records)
+    assert sorted(second.running) == running, "no group starts again"

@@ -172,6 +172,42 @@ def test_the_lag_keeps_its_bound_while_weights_change_under_running_groups(
     assert admission.state.admitted >= 8 * prompts + unused
 
 
+def next_place(admission: Admission) -> tuple[int, int, int]:
+    """Return the batch of the next group, and the accepted and tried groups before it, by going through all groups."""
+    size, most = admission.prompts_per_step, admission.prompts_per_step * (admission.max_attempts or 1)
+    waiting = {item.group.number: item.accepted for item in admission.waiting()}
+    batch, accepted, tried = admission.state.closed, len(accepted_groups(admission.tried)), len(admission.tried)
+    for number in sorted({*admission.unfinished(), *waiting}):
+        accepted, tried = accepted + waiting.get(number, True), tried + 1
+        if accepted == size or tried == most:
+            batch, accepted, tried = batch + 1, 0, 0
+    return batch, accepted, tried
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    prompts=st.integers(1, 6),
+    attempts=st.integers(1, 4),
+    window=st.sampled_from([1, 4, 9]),
+    staleness=st.sampled_from([0, 0.5, 2]),
+    share=st.sampled_from([0.2, 0.5, 0.9]),
+)
+def test_the_next_place_is_that_of_a_scan_of_all_groups(
+    seed: int, prompts: int, attempts: int, window: int, staleness: float, share: float
+) -> None:
+    order, running = random.Random(seed), list[int]()
+    admission = Admission(prompts, staleness, attempts, continuous=True, window=window)
+    for version in range(5):
+        admission.version = version
+        while not admission.closed:
+            running += admission.start(admission.capacity())
+            number = running.pop(order.randrange(len(running)))
+            admission.finish(group(number, version), passes(number, seed, share))
+            assert admission._position() == next_place(admission)
+        admission.closed.popleft()
+
+
 def small(case: Case, **more: Any) -> Any:
     return simulate(case, steps=4, engines=4, prompts=16, samples=4, **more)
 

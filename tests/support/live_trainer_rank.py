@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Trainer:
     def __init__(self, case: dict[str, Any]) -> None:
         self.case = case
-        self.trainer = build(case)
+        self.trainer = build(case, weights_only=case["weights_only"])
         self.rank = dist.get_rank()
         self.sender: Any = None
         self.exporting: UpdatingRank | None = None

@@ -35,9 +35,12 @@ class Trainers:
         size: int,
         dtype: str = "float32",
         lora: dict[str, Any] | None = None,
+        weights_only: bool = False,
     ) -> None:
+        """`weights_only`: without gradients and optimizer states."""
         case = directory / "case.json"
-        case.write_text(json.dumps({"model": model, "megatron": layout, "dtype": dtype, "lora": lora or {}}))
+        settings = {"model": model, "megatron": layout, "dtype": dtype, "lora": lora or {}}
+        case.write_text(json.dumps({**settings, "weights_only": weights_only}))
         self.size, self._calls = size, 0
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         environment = {

@@ -14,11 +14,14 @@ from megarl.cluster.ray.devices import RayDevices, node_with, rank_environments
 from megarl.cluster.ray.env import node_resource
 from megarl.cluster.ray.group import RayGroup
 from megarl.cluster.ray.ownership import END_SECONDS, owner_of
-from megarl.cluster.ray.service import KILL_SECONDS, RayService, wait_for_end
+from megarl.cluster.ray.service import KILL_SECONDS, START_SECONDS, RayService, wait_for_end
 from megarl.cluster.ray.signals import ray_wait
+from megarl.cluster.ray.start_watch import StartWatch
 from megarl.cluster.ray.watch import RayWatch, read_stacks_on_nodes
 from megarl.cluster.sigstop_watch import LocalWatch
 from megarl.cluster.stacks.report import GroupStacks
+from megarl.cluster.starting import VARIABLE as PROCESS_VARIABLE
+from megarl.cluster.starting import new_mark
 from megarl.errors import ProcessFailure
 
 CONCURRENT_CALLS = 100_000  # of one service; the engine has its own limit
@@ -54,6 +57,7 @@ class RayCluster(Cluster):
         self._groups: list[RayGroup] = []
         self._services: list[RayService] = []
         self._service_watch: tuple[list[RayService], RayWatch | LocalWatch] | None = None
+        self._start_watch = StartWatch(private=self._owner.private, limit=START_SECONDS)
         self._on_check: list[Callable[[], None]] = []
         self.requests: dict[str, Callable[[list[str]], Any]] = {}
         try:
@@ -83,17 +87,18 @@ class RayCluster(Cluster):
             self._groups.append(group)
             return group
         by_node = {device.node_id: [d for d in devices if d.node_id == device.node_id] for device in devices}
-        actors, places = [], []
+        actors, places, marks = [], [], [new_mark() for _ in devices]
         for rank, device in enumerate(devices):
-            places.append(ProcessInfo(f"{name} rank {rank}", device.node_ip))  # completed by the reply of `where`
-            visible = self._devices.visible(by_node[device.node_id])
-            options = self._devices.options(device) | _environment(self._trainer_env | visible)
             log = str(self._log_dir / f"{name}-{rank}.log")
+            places.append(ProcessInfo(f"{name} rank {rank}", device.node_ip, log=log))  # until the reply of `where`
+            visible = self._devices.visible(by_node[device.node_id])
+            environment = self._trainer_env | visible | {PROCESS_VARIABLE: marks[rank]}
+            options = self._devices.options(device) | _environment(environment)
             actors.append(self._owner.start("trainer", places[rank].name, options, (places[rank].name, log)))
         group = RayGroup(self, name, actors, places, nodes, essential=essential)
         self._groups.append(group)
         calls = [actor.where.remote(device.node_ip) for actor, device in zip(actors, devices, strict=True)]
-        where = group.wait_for_start(calls)
+        where = group.wait_for_start(calls, marks, private=self._owner.private)
         located = [place for place, _ in where]
         group = self._groups[-1] = RayGroup(self, name, actors, located, nodes, essential=essential)
         group.construct(class_path, args, rank_environments(devices, master_port=where[0][1]), settings)
@@ -129,12 +134,13 @@ class RayCluster(Cluster):
         else:
             assert isinstance(replaces, RayService)
             if replaces.alive():
-                replaces.kill(Failure.death(replaces.place(), "it was ended, to start again"))
+                replaces.kill(Failure.death(replaces.known_place, "it was ended, to start again"))
             replaces.stop()
             if replaces in self._services:
                 self._services.remove(replaces)
             claimed = self._devices.replace_lost(replaces.devices)
-        role_env = self._owner.env | env | self._devices.visible(claimed)
+        mark = new_mark()
+        role_env = self._owner.env | env | self._devices.visible(claimed) | {PROCESS_VARIABLE: mark}
         options = self._devices.options(claimed[0]) | _environment(role_env)
         place = ProcessInfo(f"service {name}", claimed[0].node_ip, log=str(self._log_dir / f"{name}.log"))
         kept = self._owner.take_service(place.name, settings)
@@ -147,6 +153,7 @@ class RayCluster(Cluster):
             claimed,
             class_path,
             args,
+            mark=mark,
             settings=settings,
             kept=kept is not None,
             essential=essential,
@@ -205,9 +212,24 @@ class RayCluster(Cluster):
             if failure is not None and service.essential:
                 raise ServiceDied(failure)
             living += [service] if failure is None else []
+        self._check_starting([service for service in living if not service.is_located()])
         self._check_stopped([service for service in living if service.is_located() and self._has_place(service)])
         for callback in self._on_check:
             callback()
+
+    def _check_starting(self, services: list[RayService]) -> None:
+        """Raise ServiceDied if an essential service is stopped or has ended before it has reported its place; kill another one."""
+        self._start_watch.look({service.mark: service.node for service in services})
+        for service in services:
+            service.seen_place = self._start_watch.place(service.mark, service.seen_place)
+            failure = self._start_watch.failure(service.mark, service.seen_place)
+            if failure is None:
+                continue
+            if not service.essential:
+                service.kill(replace(failure, died=True))
+            self._start_watch.kill(service.mark, service.node)
+            if service.essential:
+                raise ServiceDied(failure)
 
     @staticmethod
     def _has_place(service: RayService) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 
@@ -12,12 +13,24 @@ LEFT_BEFORE_START = "its machine has left the Ray cluster before the process had
 
 
 def not_started(place: ProcessInfo, seconds: float) -> Failure:
-    """Failure of a process that Ray has not started within `seconds` on its reserved device."""
+    """Failure of a process that has not reported its start within `seconds` on its reserved device."""
+    if place.pid:
+        return Failure(
+            place,
+            f"its process has not reported its start within {seconds:.0f} s: its machine is overloaded, or it hangs in an import "
+            f"(output: {place.log or 'none'}).",
+        )
     return Failure(
         place,
         f"Ray has not started its process within {seconds:.0f} s, although its device is reserved: its "
         "machine is lost or overloaded. `ray status` shows what Ray waits for; Ray's logs are under /tmp/ray.",
     )
+
+
+def located(place: ProcessInfo, error: RayActorError) -> ProcessInfo:
+    """Return `place` with the process id of Ray's report, if it has one and `place` has none."""
+    pid = re.search(r"^\s*pid: (\d+)$", str(error), re.MULTILINE)
+    return replace(place, pid=int(pid.group(1))) if pid and not place.pid else place
 
 
 def death_cause(error: RayActorError) -> str:

@@ -24,6 +24,7 @@ from megarl.cluster.ray.failures import LEFT_BEFORE_START, not_started
 from megarl.cluster.ray.relay import Calls, DirectCalls, Relays
 from megarl.cluster.ray.service import START_SECONDS, RayData
 from megarl.cluster.ray.signals import ray_wait
+from megarl.cluster.ray.start_watch import StartWatch
 from megarl.cluster.ray.watch import RayWatch, read_stacks_on_nodes
 from megarl.cluster.stacks.report import GroupStacks
 from megarl.cluster.stacks.stall import StallWatch
@@ -152,22 +153,34 @@ class RayGroup:
             return relays.ping()
         return DirectCalls([actor.ping.remote() for actor in self._actors], self._places)
 
-    def wait_for_start(self, refs: list[Any]) -> list[Any]:
-        """Run `_wait` on the first call of each rank. Raises WorkerFailed if Ray does not start a process in time."""
+    def wait_for_start(self, refs: list[Any], marks: Sequence[str], *, private: bool) -> list[Any]:
+        """Run `_wait` on the first call of each rank. marks, private: of the processes (`StartWatch`). Raises WorkerFailed if a
+        process does not start in time, is stopped or ends."""
         deadline = time.monotonic() + START_SECONDS
+        watch = StartWatch(private=private, limit=START_SECONDS)
 
         def check() -> None:
             self._cluster.check_services()
             for place, node in zip(self._places, self.nodes, strict=True):
                 if not is_alive(node):
                     raise WorkerFailed(Failure.death(place, LEFT_BEFORE_START))
+            _, late = ray_wait(refs, num_returns=len(refs), timeout=0)
+            ranks = [rank for rank, ref in enumerate(refs) if ref in late]
+            self._check_starting(ranks, marks, watch)
             if time.monotonic() > deadline:
-                _, late = ray_wait(refs, num_returns=len(refs), timeout=0)
-                ranks = [rank for rank, ref in enumerate(refs) if ref in late]
                 note = f"\n{len(ranks)} of {len(refs)} processes were not started." if len(ranks) > 1 else ""
                 raise WorkerFailed(not_started(self._places[ranks[0] if ranks else 0], START_SECONDS), note)
 
         return self._wait(DirectCalls(refs, self._places), check)
+
+    def _check_starting(self, ranks: Sequence[int], marks: Sequence[str], watch: StartWatch) -> None:
+        """Raise WorkerFailed if one of the `ranks`, which have not replied, is stopped or has ended."""
+        watch.look({marks[rank]: self.nodes[rank] for rank in ranks})
+        for rank in ranks:
+            self._places[rank] = watch.place(marks[rank], self._places[rank])
+            if (failure := watch.failure(marks[rank], self._places[rank])) is not None:
+                watch.kill(marks[rank], self.nodes[rank])
+                raise WorkerFailed(failure)
 
     def _wait_watched(self, calls: Calls, doing: str, called: Collection[int] | None = None) -> list[Any]:
         """Run `_wait` with the watches of stopped processes and of progress. `doing`: the call's name, for messages."""

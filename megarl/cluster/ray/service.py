@@ -24,7 +24,7 @@ from megarl.cluster.failures import (
 )
 from megarl.cluster.ray.actors import ConstructorFailed
 from megarl.cluster.ray.devices import ReservedDevice, is_alive
-from megarl.cluster.ray.failures import LEFT_BEFORE_START, death_cause, not_started
+from megarl.cluster.ray.failures import LEFT_BEFORE_START, death_cause, located, not_started
 from megarl.cluster.ray.signals import ray_get, ray_wait
 
 START_SECONDS = 300.0  # time for Ray to start a process on its reserved device
@@ -64,14 +64,16 @@ class RayService:
         class_path: str,
         args: tuple[Any, ...],
         *,
+        mark: str = "",
         settings: str = "",
         kept: bool = False,
         essential: bool = True,
     ) -> None:
-        """devices: of the process, all of one machine. settings, essential: see `Cluster.start_service`. kept: the process serves
-        another controller now, and its object is constructed."""
+        """devices: of the process, all of one machine. mark: of its start (`megarl.cluster.starting`). settings, essential: see
+        `Cluster.start_service`. kept: the process serves another controller now, and its object is constructed."""
         self.name, self.address, self.node = name, devices[0].node_ip, devices[0].node_id
         self.devices, self.essential, self.kept = devices, essential, kept
+        self.mark, self.seen_place = mark, place  # the place as far as it is known before the first reply
         self._actor, self._place = actor, place
         self._killed_because: Failure | None = None
         self.stopping = False
@@ -89,7 +91,7 @@ class RayService:
 
     @property
     def known_place(self) -> ProcessInfo:
-        return self._place
+        return self._place if self._place.pid else self.seen_place
 
     @property
     def device_names(self) -> str:
@@ -101,9 +103,9 @@ class RayService:
             try:
                 self._place = ray_get(self._where, timeout=max(0.0, self._deadline - time.monotonic()))
             except RayActorError as error:
-                raise ServiceDied(Failure.death(self._place, death_cause(error))) from error
+                raise ServiceDied(Failure.death(located(self.known_place, error), death_cause(error))) from error
             except GetTimeoutError as error:
-                raise ServiceDied(not_started(self._place, START_SECONDS)) from error
+                raise ServiceDied(not_started(self.known_place, START_SECONDS)) from error
         return self._place
 
     def is_located(self) -> bool:
@@ -140,9 +142,9 @@ class RayService:
                 return Failure.raised(self.place(), outcome)
         if not self.is_located():
             if not is_alive(self.node):
-                return Failure.death(self._place, LEFT_BEFORE_START)
+                return Failure.death(self.known_place, LEFT_BEFORE_START)
             if time.monotonic() > self._deadline:
-                return not_started(self._place, START_SECONDS)
+                return not_started(self.known_place, START_SECONDS)
         return None
 
     def stop(self) -> None:
@@ -150,8 +152,8 @@ class RayService:
         self.finish_stop(self.begin_stop())
         deadline = time.monotonic() + KILL_SECONDS
         ray_wait([self._lifetime], timeout=KILL_SECONDS)  # `ray.kill` returns before the process has ended
-        if self._place.host == host_name():  # Ray reports the end before the system does
-            wait_for_end([self._place.pid], deadline - time.monotonic())
+        if self.known_place.host == host_name():  # Ray reports the end before the system does
+            wait_for_end([self.known_place.pid], deadline - time.monotonic())
 
     def kill(self, because: Failure) -> None:
         """Kill the process; `because` is then its failure."""
@@ -178,8 +180,8 @@ class RayService:
             try:
                 self._place = ray_get(self._where)
             except RayActorError:
-                return Failure.death(self._place, death_cause(error))
-        return Failure.death(self._place, "it was stopped" if self.stopping else death_cause(error))
+                return Failure.death(located(self.known_place, error), death_cause(error))
+        return Failure.death(self.known_place, "it was stopped" if self.stopping else death_cause(error))
 
     def _chain(self, ref: Any, convert: Callable[[Any], Any]) -> Future[Any]:
         result: Future[Any] = Future()
@@ -200,7 +202,7 @@ class RayService:
         try:
             result.set_exception(self._failure_of(done))
         except Exception as error:  # noqa: BLE001 -- Ray itself failed: without an exception, the caller would wait for ever
-            result.set_exception(ServiceDied(Failure.raised(self._place, Raised.of(error))))
+            result.set_exception(ServiceDied(Failure.raised(self.known_place, Raised.of(error))))
 
     def _failure_of(self, done: Future[Any]) -> CallFailed | ServiceDied:
         error = done.exception()

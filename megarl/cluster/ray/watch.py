@@ -46,7 +46,7 @@ class RayWatch:
                 if not ray_wait([look], timeout=0)[0]:
                     continue
                 self._read(node, look)
-            self._pending[node] = _STOPPED_PIDS.options(scheduling_strategy=_on(node)).remote(pids)
+            self._pending[node] = _STOPPED_PIDS.options(scheduling_strategy=on_node(node)).remote(pids)
 
     def _read(self, node: str, look: Any) -> None:
         try:
@@ -61,7 +61,8 @@ _STOPPED_PIDS = ray.remote(num_cpus=0, max_retries=0)(stopped_pids)
 _READ_STACKS = ray.remote(num_cpus=0, max_retries=0)(read_stacks)
 
 
-def _on(node: str) -> NodeAffinitySchedulingStrategy:
+def on_node(node: str) -> NodeAffinitySchedulingStrategy:
+    """Schedule a task on the node with this id, and on no other."""
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
@@ -70,7 +71,7 @@ def read_stacks_on_nodes(pids: Sequence[int], nodes: Sequence[str], full: bool) 
     looks = {}
     for node in dict.fromkeys(nodes):
         local = [pid for pid, home in zip(pids, nodes, strict=True) if home == node]
-        looks[node] = local, _READ_STACKS.options(scheduling_strategy=_on(node)).remote(local, full)
+        looks[node] = local, _READ_STACKS.options(scheduling_strategy=on_node(node)).remote(local, full)
     ray_wait([look for _, look in looks.values()], num_returns=len(looks), timeout=STACKS_SECONDS)
     states: dict[tuple[str, int], ProcessStacks] = {}
     for node, (local, look) in looks.items():

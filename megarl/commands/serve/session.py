@@ -306,13 +306,13 @@ class TrainingSession:
         descriptions: list[dict[str, Any]] = []
         shared = shares_devices(recipe.cluster, platform)
         if shared:
-            descriptions = wait_until_asleep(engines, loading, limit)
+            descriptions = wait_until_asleep(engines, loading, limit, cluster.check)
         workers = cluster.start_trainers(DATUM_WORKER, recipe.cluster.trainers, (recipe, 1))
         actor = DatumGroup(workers, recipe)
         require_shared_storage(actor, self.model.directory.path)
         actor.describe()
         learners = Learners(actor, Occupant(actor, offload=offloads(recipe, platform.name)), None, None)
-        descriptions = descriptions or wait_for_start(engines, loading, doing="load", limit=limit)
+        descriptions = descriptions or wait_for_start(engines, loading, doing="load", limit=limit, check=cluster.check)
         return engines, Started([*engines], descriptions, [], [], learners, shared)
 
     def _before_change(self) -> None:

@@ -25,6 +25,14 @@ Response = Annotated[
     Optional[float],
     typer.Option(metavar="TOKENS", help="Mean length of evenly spread responses. Default: half of the longest."),
 ]
+Filtered = Annotated[
+    Optional[str],
+    typer.Option(
+        metavar="SHARE|RUN",
+        help="Share of the groups that dynamic sampling filters, e.g. 0.5, or the directory of a run. Default: that of the run in "
+        "--lengths, else 0.5.",
+    ),
+]
 MaxLag = Annotated[
     Optional[int],
     typer.Option(help="Largest lag of the recommended schedule, in weight versions. Default: any.", min=0),

@@ -1,4 +1,4 @@
-"""Command `simulate`: which rule, staleness, window and split of devices make a recipe fast, and at which lag?"""
+"""Command `simulate`: which rule, staleness, window, split of devices and over-sampling make a recipe fast, and at which lag?"""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megarl.atomic_files import check_target
 from megarl.commands.plan.options import device_of
 from megarl.commands.plan.time.calibration import read_calibration
 from megarl.commands.simulate.cli_options import STEPS
+from megarl.commands.simulate.group_filter import parse_filtered
 from megarl.commands.simulate.lengths import parse_lengths
 from megarl.commands.simulate.planned import SimulatedRecipe
 from megarl.commands.simulate.show.console import show
@@ -39,6 +40,7 @@ class SimulateOptions:
     devices: int | None = None
     lengths: str | None = None
     response: float | None = None
+    filtered: str | None = None
     max_lag: int | None = None
     steps: int = STEPS
     seed: int = 0
@@ -63,6 +65,7 @@ def simulate(path: Path, overrides: Sequence[str], options: SimulateOptions, mod
             devices=device_count(recipe) if options.devices is None else options.devices,
             lengths=parse_lengths(options.lengths, options.response, recipe),
             seed=options.seed,
+            filtered=parse_filtered(options.filtered, options.lengths, recipe.algorithm.dynamic_sampling),
         )
         result = study(subject, steps=options.steps, max_lag=options.max_lag)
     result.notes += [*more, *notes]
@@ -88,6 +91,7 @@ def as_dict(result: Study) -> dict[str, Any]:
             "rule": run.name,
             "max_staleness": run.setting.max_staleness,
             "window": run.setting.window,
+            "oversample": run.schedule.oversample,
             "trainers": run.setting.trainers,
             "engines": run.engines,
             "engine_devices": run.engine_devices,
@@ -106,6 +110,10 @@ def as_dict(result: Study) -> dict[str, Any]:
         "devices": result.devices,
         "runs": [plain(run) for run in result.runs],
         "splits": [plain(run) for run in result.splits],
+        "oversampled": [
+            {"runs": [plain(run) for run in each.runs], "recommended": each.best.schedule.oversample}
+            for each in result.oversampled
+        ],
         "recommended": {**plain(result.best), "settings": result.settings},
         "recommended_colocated": None if result.best_colocated is None else plain(result.best_colocated),
         "notes": result.notes,
@@ -143,12 +151,6 @@ def _check(recipe: Recipe) -> None:
 def _models(recipe: Recipe, path: Path, model: str | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the config.json of policy and teacher by section, and notes."""
     models, notes = {"rollout": policy_config_of(recipe.model, path, model)}, list[str]()
-    dynamic = recipe.algorithm.dynamic_sampling
-    if dynamic.enabled and dynamic.oversample > 1.0:
-        notes.append(
-            f"No group is filtered, and the surplus of algorithm.dynamic_sampling.oversample={dynamic.oversample:g} is not sampled: "
-            "synchronous steps take longer than simulated."
-        )
     if recipe.reward.uses_judge:
         notes.append(
             "The devices of the judge's engines are not among the simulated devices, and its verdicts take no time."

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megarl.errors import InputError
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -13,7 +15,10 @@ class StepRecord:
     end: float
     responses: int  # tokens of responses
     tokens: float  # tokens of responses and prompts
-    groups: int
+    groups: int  # trained
+    tried: int  # groups of the batch before the filter
+    unused: int  # finished groups that no batch takes
+    missing: int  # groups short of a whole batch, at the limit of dynamic sampling
     waited: float  # of the trainers, for a batch or for a drain
     training: float
     weight_sync: float
@@ -43,6 +48,9 @@ class Outcome:
     sampled_length: float  # of all admitted groups
     pending_samples: int  # most finished samples that were not trained on
     pending_tokens: float  # most tokens of these, prompts included
+    tried: float = 1.0  # groups sampled per trained group
+    unused: float = 0.0  # share of the sampled groups that no batch takes
+    missing: float = 0.0  # share of the groups of whole batches, at the limit of dynamic sampling
 
     @property
     def length_bias(self) -> float:
@@ -59,7 +67,10 @@ def outcome(
     sampled_length: float,
     pending: tuple[int, float],
 ) -> Outcome:
-    """Return the figures of `records` after the first `warmup` steps. `samples`: per group; `pending`: (samples, tokens)."""
+    """Return the figures of `records` after the first `warmup` steps. `samples`: per group; `pending`: (samples, tokens).
+
+    Raises InputError if no group was trained on.
+    """
     first, last, measured = records[warmup - 1] if warmup else None, records[-1], records[warmup:]
     steps, seconds = len(measured), last.end - (first.end if first else 0.0)
     synced = sum(record.weight_sync for record in measured)
@@ -67,6 +78,15 @@ def outcome(
     running = last.request_seconds - (first.request_seconds if first else 0.0)
     responses = sum(record.responses for record in measured)
     waited = sum(record.waited for record in measured)
+    groups, unused, missing = (
+        sum(getattr(record, name) for record in measured) for name in ("groups", "unused", "missing")
+    )
+    if not groups:
+        raise InputError(
+            f"no group passed the filter in {steps} simulated steps. Give a smaller --filtered, or raise "
+            "algorithm.dynamic_sampling.max_attempts."
+        )
+    sampled = sum(record.tried for record in measured) + unused
     return Outcome(
         step_seconds=seconds / steps,
         tokens_per_second=sum(record.tokens for record in measured) / seconds,
@@ -79,8 +99,11 @@ def outcome(
         lag_mean=max(0.0, sum(record.lag for record in measured) / responses),  # rounding makes it negative
         lag_max=max(record.max_lag for record in measured),
         recomputed=(last.recomputed - (first.recomputed if first else 0.0)) / steps,
-        trained_length=responses / (sum(record.groups for record in measured) * samples),
+        trained_length=responses / (groups * samples),
         sampled_length=sampled_length,
         pending_samples=pending[0],
         pending_tokens=pending[1],
+        tried=sampled / groups,
+        unused=unused / sampled,
+        missing=missing / (groups + missing),
     )

@@ -16,12 +16,14 @@ from megarl.commands.plan.time.engines import decode_step, read
 from megarl.commands.plan.time.estimate import HAND_OVER, Step
 from megarl.commands.plan.time.lengths import Lengths
 from megarl.commands.simulate.engine import Costs
+from megarl.commands.simulate.group_filter import FilteredShare
 from megarl.commands.simulate.lengths import LengthDistribution, moments
 from megarl.errors import RecipeError, raise_all
 from megarl.hf.shape import ModelShape, model_shape
 from megarl.platform.device_table import Device
 from megarl.preflight.findings import one_line
 from megarl.preflight.models import sampled_errors
+from megarl.recipe.algorithm import DynamicSamplingConfig
 from megarl.recipe.derived.at_update import UpdateRule
 from megarl.recipe.schema import Recipe, RolloutConfig
 
@@ -33,9 +35,15 @@ SPLITS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 """Shares of the trainers that are tried, rounded to whole layouts."""
 
 
+def oversample_of(dynamic: DynamicSamplingConfig) -> float:
+    """Return the number of groups that start for each place; 1 without dynamic sampling."""
+    return dynamic.oversample if dynamic.enabled else 1.0
+
+
 @dataclass(frozen=True)
 class SimulatedRecipe:
-    """A recipe, its models and device, and the lengths of its responses. `devices`: of engines and trainers together."""
+    """A recipe, its models and device, and the lengths of its responses. `devices`: of engines and trainers together; `filtered`:
+    groups that dynamic sampling filters; None: none."""
 
     recipe: Recipe
     models: Mapping[str, dict[str, Any]]  # config.json by section, as in `estimate`
@@ -43,6 +51,7 @@ class SimulatedRecipe:
     devices: int
     lengths: LengthDistribution
     seed: int = 0
+    filtered: FilteredShare | None = None
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -68,10 +77,8 @@ class SimulatedRecipe:
         seconds = {phase.name: phase.seconds for phase in step.phases()}
         training = sum(seconds.values()) - sum(seconds.get(name, 0.0) for name in ("gen", HAND_OVER, "weight_sync"))
         engines, factor = step.engines, self.device.factors.get("gen", 1.0)
-        alive = (
-            math.ceil(layout.data.prompts_per_step * (layout.rollout.max_staleness + 1))
-            * layout.rollout.samples_per_prompt
-        )
+        places = layout.data.prompts_per_step * (layout.rollout.max_staleness + 1)
+        alive = math.ceil(places * oversample_of(layout.algorithm.dynamic_sampling)) * layout.rollout.samples_per_prompt
         most = int(min(engines.sequences, alive))
         points = np.unique(np.rint(np.geomspace(1, most, _POINTS)).astype(np.int64))
         cached = self.lengths.prompt + age
@@ -135,6 +142,12 @@ class SimulatedRecipe:
                 window=RolloutConfig().window if rule == "drain" else window,  # drain refuses another
             ),
         )
+
+    def oversampled(self, layout: Recipe, oversample: float) -> Recipe:
+        """Return `layout` with another `algorithm.dynamic_sampling.oversample`."""
+        algorithm = layout.algorithm
+        dynamic = replace(algorithm.dynamic_sampling, oversample=oversample)
+        return replace(layout, algorithm=replace(algorithm, dynamic_sampling=dynamic))
 
     def refusal(self, layout: Recipe) -> str | None:
         """Return the reason for which a run would refuse `layout`, or None."""

@@ -2,24 +2,28 @@
 
 A step admits groups, waits for a batch, trains on it, and updates the weights, which engines and trainers wait for. With drain
 the engines' requests finish before the update. Engines of groups are chosen by megarl's `Dispatch`. With finish, an update waits
-for engines that load weights from host memory. Colocated engines stop while the trainers compute. Scoring, tools and filters take
-no time and drop no group.
+for engines that load weights from host memory. Colocated engines stop while the trainers compute. Dynamic sampling filters drawn
+groups (`DrawnFilter`), and admission starts others, as in a run. Scoring, tools and filters take no time.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megarl.commands.simulate.engine import Costs, VirtualEngine
+from megarl.commands.simulate.group_filter import DrawnFilter
 from megarl.commands.simulate.lengths import DrawnLengths
 from megarl.commands.simulate.outcome import Outcome, StepRecord, outcome
-from megarl.recipe.derived.at_update import UpdateRule, max_lag, update_rule, window_groups
+from megarl.recipe.derived.at_update import UpdateRule, is_continuous, max_lag, update_rule, window_groups
 from megarl.recipe.schema import Recipe
-from megarl.rollout.admission import Admission
+from megarl.rollout.admission import Admission, accepted_groups
 from megarl.rollout.dispatch import Dispatch, Finishing
-from megarl.types import Group
+from megarl.types import Group, InlineData, Sample, Span
+
+_NO_DATA = InlineData([])
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,13 @@ class AsyncSchedule:
     max_lag: int = 0  # bound of the lag of a token, in versions
     refresh_after: int | None = None  # with keep: age in versions at which KV caches are recomputed
     colocated: bool = False  # engines stop while the trainers compute
+    continuous: bool | None = None  # replacements of filtered groups start at once; None: unless the rule is drain
+    max_attempts: int | None = None  # groups tried per group of a batch; None: no group is filtered
+    oversample: float = 1.0  # groups that start for each place
 
     @classmethod
     def of(cls, recipe: Recipe) -> AsyncSchedule:
+        dynamic = recipe.algorithm.dynamic_sampling
         return cls(
             rule=update_rule(recipe),
             max_staleness=recipe.rollout.max_staleness,
@@ -44,6 +52,9 @@ class AsyncSchedule:
             max_lag=max_lag(recipe),
             refresh_after=recipe.rollout.refresh_after,
             colocated=recipe.cluster.placement == "colocated",
+            continuous=is_continuous(recipe),
+            max_attempts=dynamic.max_attempts if dynamic.enabled else None,
+            oversample=dynamic.oversample if dynamic.enabled else 1.0,
         )
 
 
@@ -75,12 +86,13 @@ class _Pending:
 
 @dataclass
 class Simulation:
-    """One run. `samples`: per group."""
+    """One run. `samples`: per group; `group_filter`: of a schedule with `max_attempts`; None: every group passes."""
 
     costs: Costs
     schedule: AsyncSchedule
     lengths: DrawnLengths
     samples: int
+    group_filter: DrawnFilter | None = None
     now: float = 0.0
     admission: Admission = field(init=False)
     engines: list[VirtualEngine] = field(init=False)
@@ -89,18 +101,27 @@ class Simulation:
 
     def __post_init__(self) -> None:
         schedule = self.schedule
+        drains = schedule.rule == "drain"
         self.admission = Admission(
-            schedule.prompts, schedule.max_staleness, None, schedule.rule != "drain", window=schedule.window
+            schedule.prompts,
+            schedule.max_staleness,
+            schedule.max_attempts,
+            not drains if schedule.continuous is None else schedule.continuous,
+            window=schedule.window,
+            oversample=schedule.oversample,
+            drains=drains,
         )
         self.engines = [VirtualEngine(self.costs) for _ in range(self.costs.engines)]
         self._groups: dict[int, _GroupProgress] = {}
         self._engine_of: dict[int, int] = {}
-        finishing = Finishing.of(schedule.rule, schedule.max_staleness, schedule.prompts)
+        most_groups = math.ceil(schedule.oversample * schedule.prompts)
+        finishing = Finishing.of(schedule.rule, schedule.max_staleness, most_groups)
         self._dispatch = Dispatch(len(self.engines), finishing)
         self._epochs = [0] * len(self.engines)  # an event of an earlier epoch is void
         self._events: list[tuple[float, int, int]] = []  # (time, engine, epoch): its next finished request
         self._loads: dict[int, float] = {}  # engines that load weights from host memory -> end
         self._pending = _Pending()
+        self._unused = 0  # groups that no batch takes, of this step
         self._version = 0  # of the newest weights
 
     def run(self, steps: int, warmup: int) -> Outcome:
@@ -121,8 +142,9 @@ class Simulation:
         self.admission.version = version
         self._dispatch.add_version(version)
         self._start_groups()
-        self._until(lambda: bool(self.admission.closed))
-        batch = [item.group.number for item in self.admission.closed.popleft()]
+        self._until(self._has_batch)
+        tried = self.admission.closed.popleft()
+        batch = [group.number for group in accepted_groups(tried)]
         waited = self.now - begin
         groups = [self._groups.pop(number) for number in batch]
         self.trained += batch
@@ -147,16 +169,24 @@ class Simulation:
                 responses=responses,
                 tokens=tokens,
                 groups=len(groups),
+                tried=len(tried),
+                unused=self._unused,
+                missing=self.schedule.prompts - len(groups),
                 waited=waited + drained,
                 training=training,
                 weight_sync=weight_sync,
                 lag=version * responses - sum(group.versions for group in groups),
-                max_lag=max(version - (group.oldest or 0) for group in groups),
+                max_lag=max((version - (group.oldest or 0) for group in groups), default=0),
                 busy=sum(engine.busy for engine in self.engines),
                 request_seconds=sum(engine.request_seconds for engine in self.engines),
                 recomputed=sum(engine.recomputed for engine in self.engines),
             )
         )
+        self._unused = 0
+
+    def _has_batch(self) -> bool:
+        """Return whether a batch is complete. Without staleness, surplus groups must have ended, too: see `EnginesSource`."""
+        return bool(self.admission.closed) and not (self.schedule.max_staleness == 0 and self.admission.running)
 
     def _start_groups(self) -> None:
         """Start all groups that admission allows."""
@@ -201,7 +231,7 @@ class Simulation:
             return
         engine = self.engines[index]
         engine.advance(self.now)
-        frees_place = False
+        complete = []
         for sample in engine.finish():
             group = self._groups[sample.group]
             group.left -= 1
@@ -210,12 +240,30 @@ class Simulation:
             group.oldest = sample.oldest if group.oldest is None else min(group.oldest, sample.oldest)
             self._pending.add(1, sample.length + self.costs.prompt)
             if group.left == 0:
-                self._dispatch.remove(self._engine_of.pop(sample.group))
-                self.admission.finish(Group(sample.group, "", "", []), accepted=True)
-                frees_place = True
+                complete.append(sample.group)
         self._plan(index)
-        if frees_place and self.schedule.rule == "finish":  # with the other rules, places come with versions
+        for number in complete:
+            self._finish_group(number)
+            if self.schedule.max_attempts is not None:
+                self._start_groups()
+        if (
+            complete and self.schedule.rule == "finish"
+        ):  # with the other rules, places come with versions and filtered groups
             self._start_groups()
+
+    def _finish_group(self, number: int) -> None:
+        """Give a finished group to admission, and forget it if no batch takes it."""
+        group = self._groups[number]
+        self._dispatch.remove(self._engine_of.pop(number))
+        accepted = self.group_filter is None or self.group_filter.passes(number)
+        oldest = (Span(0, group.oldest or 0),)  # read with over-sampling
+        self.admission.finish(Group(number, "", "", [Sample(number, 0, _NO_DATA, 0, 0, 0, spans=oldest)]), accepted)
+        unused = self.admission.take_unused().numbers if self.schedule.oversample > 1.0 else []
+        self._unused += len(unused)
+        for each in [*unused, *([] if accepted else [number])]:
+            forgotten = self._groups.pop(each, None)
+            if forgotten is not None:
+                self._pending.add(-self.samples, -(forgotten.tokens + self.samples * self.costs.prompt))
 
     def _until(self, condition: Callable[[], bool]) -> None:
         """Handle events, which move the clock, until `condition` holds."""

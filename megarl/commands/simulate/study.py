@@ -1,36 +1,40 @@
-"""Simulations of a recipe for each rule, staleness, window and split, and the recommended one."""
+"""Simulations of a recipe for each rule, staleness, window, split and factor of over-sampling, and the recommended one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megarl.commands.plan.search.layouts import overrides
 from megarl.commands.simulate.cli_options import STEPS
+from megarl.commands.simulate.group_filter import DrawnFilter
 from megarl.commands.simulate.lengths import DrawnLengths
 from megarl.commands.simulate.outcome import Outcome
 from megarl.commands.simulate.planned import SimulatedRecipe
 from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
 from megarl.errors import InputError
-from megarl.recipe.derived.at_update import UpdateRule
+from megarl.recipe.algorithm import DynamicSamplingConfig
+from megarl.recipe.derived.at_update import UpdateRule, update_rule
 from megarl.recipe.schema import Recipe
 
 RULES: tuple[UpdateRule, ...] = ("drain", "finish", "refresh", "keep")
 STALENESS, WINDOWS = (1, 2, 4, 8), (0.0, 0.3)
 _FIRST_STALENESS, _FIRST_WINDOW = 4, 0.3  # of the schedule with which splits are compared first
 CONTROLLER_BYTES = 600  # per sample on the controller: `types.Sample`, measured with 16 samples a group
-_NEAR = 0.95  # of the fastest: below it less lag is not worth the time
+_NEAR = 0.95  # of the fastest: below it less lag, or fewer sampled groups, are not worth the time
+_SURPLUS = (0.8, 1.0, 1.1, 1.25, 1.5)  # factors of over-sampling, relative to the expected groups for a place
 
 
 @dataclass(frozen=True)
 class Setting:
     """A point of the comparison. `trainers` is the number of all devices if `colocated`; with a staleness above 0, running
-    requests then wait for the update (rule refresh)."""
+    requests then wait for the update (rule refresh). `oversample`: None is the recipe's."""
 
     trainers: int
     rule: UpdateRule
     max_staleness: float = 0
     window: float = 0.0
     colocated: bool = False
+    oversample: float | None = None
 
     @property
     def name(self) -> str:
@@ -55,6 +59,14 @@ class SimulatedRun:
         return self.setting.name
 
 
+@dataclass(frozen=True)
+class Oversampling:
+    """Runs of a schedule with several factors of over-sampling, in order, and the recommended one of them."""
+
+    runs: list[SimulatedRun]
+    best: SimulatedRun
+
+
 @dataclass
 class Study:
     """All simulations of a recipe."""
@@ -68,6 +80,7 @@ class Study:
     settings: list[str]  # command-line settings of `best`
     bytes_per_token: float
     best_colocated: SimulatedRun | None = None  # of a colocated recipe, among its runs on shared devices
+    oversampled: list[Oversampling] = field(default_factory=list)  # with dynamic sampling
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -88,13 +101,17 @@ class Runner:
         self.refusals: dict[str, list[Setting]] = {}  # by reason
         self._runs: dict[Setting, SimulatedRun | None] = {}
         self._lengths = DrawnLengths(subject.lengths, subject.recipe.rollout.samples_per_prompt, subject.seed)
+        self._filter = DrawnFilter(subject.filtered.share, subject.seed) if subject.filtered is not None else None
         self.synchronous: SimulatedRun | None = None
         self.synchronous = self.run(Setting(subject.devices, "drain", colocated=True))
 
     def layout(self, setting: Setting) -> Recipe:
+        subject = self.subject
         if setting.colocated:
-            return self.subject.colocated(setting.max_staleness, setting.window)
-        return self.subject.split(setting.trainers, setting.rule, setting.max_staleness, setting.window)
+            layout = subject.colocated(setting.max_staleness, setting.window)
+        else:
+            layout = subject.split(setting.trainers, setting.rule, setting.max_staleness, setting.window)
+        return layout if setting.oversample is None else subject.oversampled(layout, setting.oversample)
 
     def run(self, setting: Setting) -> SimulatedRun | None:
         """Return the simulated run; None if a run would refuse the setting."""
@@ -109,10 +126,13 @@ class Runner:
             self.refusals.setdefault(reason, []).append(setting)
             return None
         schedule, costs = AsyncSchedule.of(layout), self.subject.costs(layout)
-        simulation = Simulation(costs, schedule, self._lengths, layout.rollout.samples_per_prompt)
+        simulation = Simulation(costs, schedule, self._lengths, layout.rollout.samples_per_prompt, self._filter)
         outcome = simulation.run(self.steps, warmup=2 * (schedule.max_lag + 1))
-        base = outcome if setting.name == "sync" else self.synchronous and self.synchronous.outcome
-        gain = outcome.tokens_per_second / base.tokens_per_second if base else None
+        gain: float | None
+        if self.synchronous is not None:
+            gain = outcome.tokens_per_second / self.synchronous.outcome.tokens_per_second
+        else:
+            gain = 1.0 if setting.name == "sync" else None
         rollout = layout.rollout
         return SimulatedRun(
             setting, schedule, rollout.engines, rollout.engines * rollout.tensor_parallel, outcome, gain
@@ -142,6 +162,8 @@ def study(subject: SimulatedRecipe, *, steps: int = STEPS, max_lag: int | None =
     runs, best, splits = _at_split(runner, counts, trainers, max_lag)
     if best.setting.trainers != trainers and not best.setting.colocated:  # another split suits the schedule better
         runs, best, splits = _at_split(runner, counts, best.setting.trainers, max_lag)
+    oversampled = [_oversampling(runner, run) for run in _bases(runner, counts, best)]
+    best = oversampled[-1].best if oversampled else best
     return Study(
         recipe=subject.recipe.name,
         device=subject.device.name,
@@ -152,6 +174,7 @@ def study(subject: SimulatedRecipe, *, steps: int = STEPS, max_lag: int | None =
         settings=overrides(subject.recipe, runner.layout(best.setting), KEYS),
         bytes_per_token=subject.bytes_per_token,
         best_colocated=_best_colocated(runs, max_lag),
+        oversampled=oversampled,
         notes=[*notes, *_refused(runner), *assumptions(subject, steps)],
     )
 
@@ -224,6 +247,46 @@ def _best_colocated(runs: list[SimulatedRun], max_lag: int | None) -> SimulatedR
     return recommended(shared, None) if any(run.name == "colocated" for run in shared) else None
 
 
+def factors(dynamic: DynamicSamplingConfig, share: float) -> list[float]:
+    """Return the factors of over-sampling that are compared, by the `share` of filtered groups: 1, the recipe's, and some around
+    the expected number of groups for a place, within `algorithm.dynamic_sampling.max_attempts`."""
+    around = {min(round(part / (1 - share), 1), float(dynamic.max_attempts)) for part in _SURPLUS}
+    return sorted({1.0, dynamic.oversample, *(factor for factor in around if factor > 1)})
+
+
+def _bases(runner: Runner, counts: list[int], best: SimulatedRun) -> list[SimulatedRun]:
+    """Return the runs whose schedules are simulated with other factors of over-sampling: `sync`, the recipe's, and `best` last."""
+    if runner.subject.filtered is None:
+        return []
+    recipes_run = runner.run(_own_setting(runner.subject.recipe, runner.subject.devices, counts, best.setting.trainers))
+    runs = [run for run in (runner.synchronous, recipes_run) if run is not None and run is not best]
+    return [*dict.fromkeys(runs), best]
+
+
+def _own_setting(recipe: Recipe, devices: int, counts: list[int], trainers: int) -> Setting:
+    """Return the schedule of the recipe, with its trainers if the devices can be split so, else with `trainers`."""
+    rollout, rule = recipe.rollout, update_rule(recipe)
+    window = 0.0 if rule == "drain" else rollout.window
+    if recipe.cluster.placement == "colocated" or not counts:
+        return Setting(devices, rule, rollout.max_staleness, window, colocated=True)
+    given = recipe.cluster.trainers
+    return Setting(given if given in counts else trainers, rule, rollout.max_staleness, window)
+
+
+def _oversampling(runner: Runner, base: SimulatedRun) -> Oversampling:
+    """Simulate the schedule of `base` with each factor. The smallest factor with at least 95 % of the largest throughput is recommended."""
+    subject = runner.subject
+    assert subject.filtered is not None
+    dynamic = subject.recipe.algorithm.dynamic_sampling
+    settings = [
+        replace(base.setting, oversample=None if factor == dynamic.oversample else factor)
+        for factor in factors(dynamic, subject.filtered.share)
+    ]
+    runs = [run for setting in settings if (run := runner.run(setting)) is not None]
+    fastest = max(run.outcome.tokens_per_second for run in runs)
+    return Oversampling(runs, next(run for run in runs if run.outcome.tokens_per_second >= _NEAR * fastest))
+
+
 KEYS = (
     "cluster.placement",
     "cluster.trainers",
@@ -233,6 +296,7 @@ KEYS = (
     "rollout.max_staleness",
     "rollout.at_update",
     "rollout.window",
+    "algorithm.dynamic_sampling.oversample",
 )
 """Recipe keys that a study may change."""
 
@@ -247,15 +311,22 @@ def _refused(runner: Runner) -> list[str]:
     return notes
 
 
+def _filter_assumptions(subject: SimulatedRecipe) -> list[str]:
+    if subject.filtered is None:
+        return []
+    return [f"{subject.filtered.assumed}, in each step alike and for responses of any length."]
+
+
 def assumptions(subject: SimulatedRecipe, steps: int) -> list[str]:
     """Return the assumptions of a study, for the reader."""
     rates = "calibrated" if subject.device.factors else "from data sheets"
     return [
         f"{subject.lengths.assumed}; prompts of {subject.lengths.prompt:,.0f} tokens.",
+        *_filter_assumptions(subject),
         f"Seconds of decode steps, prefill, training and weight sync are the planner's estimates for {subject.device.name} "
         f"({rates}), with caches of mean length. Memory is not counted: run `megarl plan` with the settings above.",
-        "Engines and trainers wait during a weight sync. Scoring and tools take no time, no group is filtered, and no "
-        "evaluation or checkpoint interrupts.",
+        "Engines and trainers wait during a weight sync. Scoring and tools take no time, and no evaluation or checkpoint "
+        "interrupts.",
         f"{steps} steps after the start; repeat with another --seed to see the spread: with {STEPS} steps, about 5 % of the "
         "throughput with long tails, and more with fewer steps.",
         "Never measured on an accelerator: updates of running requests, their recomputed caches, and every gain shown here. The "

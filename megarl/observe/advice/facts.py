@@ -21,6 +21,7 @@ SURE = 3.0
 """Standard errors by which two parts of a curve must differ. With 3, chance alone makes about one pair in 400 differ."""
 
 _ABSENT: Any = object()
+_RESTARTS = ("timing_s/recovery", "fleet/restart_seconds")  # seconds in which a step waited for workers to restart
 
 
 @dataclass(frozen=True)
@@ -140,21 +141,35 @@ class Facts:
         assert default is not _ABSENT, f"{key} is not a recipe key"
         return default if value is _ABSENT else value
 
-    def curve(self, name: str, *, fewest: int = FEWEST) -> Curve | None:
-        """Return the curve of a metric; None with fewer than `fewest` finite values."""
-        points = [(line["step"], line[name]) for line in self.steps if math.isfinite(line.get(name, math.nan))]
+    @functools.cached_property
+    def death_steps(self) -> set[int]:
+        """Steps in which a worker died, or in which the trainers waited for workers to restart."""
+        died = {notice.get("step") for notice in self.notices if notice.get("event") == "death"}
+        return {
+            line["step"] for line in self.steps if line["step"] in died or any(line.get(name) for name in _RESTARTS)
+        }
+
+    @functools.cached_property
+    def timed_steps(self) -> list[Mapping[str, Any]]:
+        """The lines of training steps for rules about time: without `death_steps` and the first step of each start, which compiles
+        and loads for later steps."""
+        left_out = {session.get("first_step") for session in self.sessions} | {1} | self.death_steps
+        return [line for line in self.steps if line["step"] not in left_out]
+
+    def curve(
+        self, name: str, *, fewest: int = FEWEST, steps: Sequence[Mapping[str, Any]] | None = None
+    ) -> Curve | None:
+        """Return the curve of a metric; None with fewer than `fewest` finite values. steps: lines to use; None: of all steps."""
+        lines = self.steps if steps is None else steps
+        points = [(line["step"], line[name]) for line in lines if math.isfinite(line.get(name, math.nan))]
         if len(points) < fewest:
             return None
-        steps, values = np.asarray(points, dtype=np.float64).T
-        return Curve(steps, values)
+        numbers, values = np.asarray(points, dtype=np.float64).T
+        return Curve(numbers, values)
 
     def share(self, name: str, of: str = "timing_s/step") -> float:
-        """Return the sum of a metric over the sum of another, in the steps that have both; 0 without such steps.
-
-        The first step of each start is left out: it compiles and loads what later steps reuse.
-        """
-        starts = {session.get("first_step") for session in self.sessions} | {1}
-        both = [line for line in self.steps if name in line and of in line and line["step"] not in starts]
+        """Return the sum of a metric over the sum of another, in the `timed_steps` that have both; 0 without such steps."""
+        both = [line for line in self.timed_steps if name in line and of in line]
         pairs = [(line[name], line[of]) for line in both if math.isfinite(line[name]) and math.isfinite(line[of])]
         whole = sum(part[1] for part in pairs)
         return sum(part[0] for part in pairs) / whole if len(pairs) >= 5 and whole > 0 else 0.0

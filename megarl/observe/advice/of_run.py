@@ -62,7 +62,8 @@ class Adviser:
         if step < self._next:
             return []
         self._next = max(step + FEWEST, int(step * _PAUSE))
-        findings = self.findings(read_metrics(self._run_dir.metrics), sessions=sessions)
+        notices = read_lines(self._run_dir.notices)[0]
+        findings = self.findings(read_metrics(self._run_dir.metrics), sessions=sessions, notices=notices)
         new = [advice for advice in findings if advice["rule"] not in self._known]
         self._known |= {advice["rule"] for advice in new}
         return [f"advice: {advice_text(advice)}" for advice in new]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.errors import pluralize
 from megarl.observe.advice.facts import Facts
 from megarl.observe.advice.rule import RuleFinding, rule
 
@@ -38,7 +39,7 @@ def scorers_slow(run: Facts) -> RuleFinding | None:
     "two fifths of the engines' devices are then unused",
 )
 def engines_idle(run: Facts) -> RuleFinding | None:
-    curve = run.curve("rollout/engines_idle")
+    curve = run.curve("rollout/engines_idle", steps=run.timed_steps)
     if run.setting("cluster.placement") != "disaggregated" or curve is None or curve.last <= _IDLE:
         return None
     staleness = run.setting("rollout.max_staleness")
@@ -179,7 +180,7 @@ def micro_batches_uneven(run: Facts) -> RuleFinding | None:
     "the controller is busy on its host while all devices wait",
 )
 def controller_slow(run: Facts) -> RuleFinding | None:
-    steps = run.steps[1:]
+    steps = run.timed_steps
     whole = sum(line.get("timing_s/step", 0.0) for line in steps)
     phases = sum(
         value
@@ -198,5 +199,7 @@ def controller_slow(run: Facts) -> RuleFinding | None:
 
 
 def _of_time(run: Facts, name: str, share: float) -> str:
-    last = [line["step"] for line in run.steps if name in line][-1]
-    return f"{name} is {share:.0%} of the time up to step {last:,}"
+    last = [line["step"] for line in run.timed_steps if name in line][-1]
+    without = len([step for step in run.death_steps if step <= last])
+    left_out = f", without {pluralize(without, 'step')} in which workers died or restarted" if without else ""
+    return f"{name} is {share:.0%} of the time up to step {last:,}{left_out}"

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from megarl.cluster.base import Service
-from megarl.cluster.failures import CallFailed, Failure, Raised
+from megarl.cluster.failures import CallFailed, ClusterError, Failure, Raised
 from megarl.engines.base import EngineDead
+from megarl.errors import add_note, pluralize
 from megarl.rollout.collect.finished import FinishedGroup
 from megarl.types import DataRef, Group
 
 MOST_GROUPS = 32  # of one reply
+_NAMED_GROUPS = 5  # in an error of a whole reply
 
 Collected = tuple[Group, DataRef]
 """Control data of a group, and the location of its vectors."""
@@ -40,7 +42,7 @@ class GroupCollector:
 
     def collect(self, group: int) -> Future[Collected]:
         """Wait for a group that is submitted to the process; the result raises CallFailed if it failed, and ServiceDied if the
-        process has died. It cannot be cancelled."""
+        process has died. An error of a whole reply names the groups that waited. The result cannot be cancelled."""
         result = _promise()
         with self._lock:
             if group in self._early:
@@ -101,9 +103,20 @@ class GroupCollector:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
             self._is_calling = False
+        error = self._naming_groups(error, sorted(waiting))
         for results in waiting.values():
             for result in results:
                 result.set_exception(error)
+
+    def _naming_groups(self, error: BaseException, groups: list[int]) -> BaseException:
+        """Return the error of a whole reply with the engine and the groups that waited for it. It has the same type."""
+        few, more = ", ".join(map(str, groups[:_NAMED_GROUPS])), len(groups) - _NAMED_GROUPS
+        named = f"{pluralize(len(groups), 'group')}: {few}{f' and {more:,} more' if more > 0 else ''}"
+        note = f"{self.service.known_place} had not returned {named}"
+        if isinstance(error, ClusterError):  # other calls may have the same error
+            return type(error)(error.failure, f"{error.note}\n{note}").with_traceback(error.__traceback__)
+        add_note(error, note)
+        return error
 
 
 def _promise() -> Future[Collected]:

@@ -256,6 +256,8 @@ def test_the_command_prints_a_recipes_schedules(tmp_path: Path) -> None:
     [
         (["recipes/grpo_qwen3_8b.yaml", "--lengths", "none/here"], "no such directory"),
         (["recipes/grpo_qwen3_8b.yaml", "--lengths", "recipes"], "0 samples"),
+        (["recipes/grpo_qwen3_8b.yaml", "--filtered", "0.5"], "filters no group"),
+        (["recipes/dapo_qwen3_30b.yaml", "--filtered", "1.5"], "a share of the groups"),
         (["recipes/ppo_qwen3_8b.yaml"], "trains a critic"),
         (["recipes/sft_peft_qwen3_8b.yaml"], "nothing is sampled"),
         (["recipes/grpo_qwen3_8b.yaml", "--devices", "3"], "cannot be split|refuse"),
@@ -279,20 +281,6 @@ def test_devices_that_cannot_be_split_are_simulated_together() -> None:
     whole = {"megatron__pipeline_parallel": 2, "megatron__tensor_parallel": 8, "cluster__placement": "disaggregated"}
     with pytest.raises(InputError, match=r"16 devices cannot be split: trainers take multiples of 16 .*--devices 18"):
         study(subject(16, **whole), steps=2)
-
-
-def test_a_note_says_that_over_sampling_is_not_simulated() -> None:
-    arguments = [
-        str(ROOT / "recipes/dapo_qwen3_30b.yaml"),
-        "algorithm.dynamic_sampling.enabled=true",
-        "--steps",
-        "2",
-        "--json",
-    ]
-    for oversample, notes in (("1.0", 0), ("2.0", 1)):
-        done = run_command(*arguments, f"algorithm.dynamic_sampling.oversample={oversample}")
-        assert done.exit_code == 0, done.output
-        assert sum(f"oversample={float(oversample):g}" in note for note in json.loads(done.stdout)["notes"]) == notes
 
 
 def test_a_synchronous_run_takes_the_seconds_of_its_plan() -> None:

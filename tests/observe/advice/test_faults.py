@@ -270,3 +270,55 @@ def test_dpo_that_overfits() -> None:
     history = with_evaluations(lines(DPO), "eval/loss", [0.69, 0.5, 0.6, 0.7])
     (finding,) = advise(facts(history, recipe(train__source="preferences", train__steps=60)))
     assert finding["rule"] == "evaluation_falls" and "step 20" in finding["note"]
+
+
+DEATHS = {12, 25, 26, 41, 58}
+DEATH_NOTICES = [{"step": step, "event": "death", "text": "service engine1 on host died: killed"} for step in DEATHS]
+
+
+@pytest.mark.parametrize(
+    ("rule", "curves"),
+    [
+        (
+            "trainers_wait",
+            {
+                "rollout/wait_seconds/engines": only_in(DEATHS, 60, 2000, 15),
+                "timing_s/gen": only_in(DEATHS, 60, 2060, 60),
+            },
+        ),
+        ("weight_sync_slow", {"timing_s/weight_sync": only_in(DEATHS, 60, 2000, 4)}),
+        ("controller_slow", {}),
+    ],
+)
+def test_steps_in_which_a_worker_died_are_not_judged_for_speed(rule: str, curves: dict[str, Curve]) -> None:
+    history = lines({**RL, **curves, "timing_s/step": only_in(DEATHS, 60, 2120, 118)})
+    settings = recipe(**ASYNC, weight_sync__route="full")
+    (finding,) = advise(facts(history, settings))
+    assert finding["rule"] == rule, "each is found if no death explains it"
+    assert advise(facts(history, settings, notices=DEATH_NOTICES)) == []
+
+
+def test_engines_that_idle_in_steps_with_a_death_are_not_idle() -> None:
+    last = set(range(56, 61))
+    history = lines({**RL, "rollout/engines_idle": only_in(last, 60, 0.7, 0.1)})
+    notices = [{"step": step, "event": "death", "text": "killed"} for step in last]
+    assert [each["rule"] for each in advise(facts(history, recipe(**ASYNC)))] == ["engines_idle"]
+    assert advise(facts(history, recipe(**ASYNC), notices=notices)) == []
+
+
+@pytest.mark.parametrize("name", ["timing_s/recovery", "fleet/restart_seconds"])
+def test_steps_that_waited_for_a_restart_are_not_judged_for_speed(name: str) -> None:
+    """Runs whose notices are lost have the waits in their metrics."""
+    history = lines({**RL, "timing_s/weight_sync": only_in(DEATHS, 60, 500, 4), "timing_s/step": constant(118)})
+    assert [each["rule"] for each in advise(facts(history))] == ["weight_sync_slow"]
+    for step in DEATHS:
+        history[step - 1][name] = 490.0
+    assert advise(facts(history)) == []
+
+
+def test_the_evidence_counts_the_steps_that_are_left_out() -> None:
+    history = lines({**RL, "rollout/wait_seconds/engines": constant(80)}, noise=0.0)
+    (finding,) = advise(facts(history, recipe(**ASYNC), notices=DEATH_NOTICES))
+    assert finding["evidence"] == (
+        "rollout/wait_seconds/engines is 68% of the time up to step 60, without 5 steps in which workers died or restarted"
+    )

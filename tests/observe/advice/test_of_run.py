@@ -139,3 +139,18 @@ def test_the_page_has_the_metrics_of_every_fault() -> None:
     names = {name for fault in FAULTS.values() for name in {**fault.base, **fault.curves}}
     names |= {fault.evaluations[0] for fault in FAULTS.values() if fault.evaluations}
     assert [name for name in sorted(names) if not any(fnmatchcase(name, pattern) for pattern in of_run.METRICS)] == []
+
+
+def test_a_running_run_is_judged_without_the_steps_of_deaths(tmp_path: Path) -> None:
+    """The log's advice reads the notices of the run."""
+    recipe, slow = advised_recipe(), {**RL, "timing_s/weight_sync": constant(4), "timing_s/step": constant(118)}
+    run_dir = RunDirectory(tmp_path)
+    history = lines(slow, steps=20)
+    for line in history:
+        if line["step"] in (5, 6):
+            line["timing_s/weight_sync"] = line["timing_s/step"] = 2000.0
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in history))
+    assert any("weight sync takes long" in text for text in Adviser(run_dir, recipe, 0).after(20))
+    deaths = [{"time": 1.0, "step": step, "level": "notice", "event": "death", "text": "killed"} for step in (5, 6)]
+    run_dir.notices.write_text("".join(json.dumps(notice) + "\n" for notice in deaths))
+    assert not any("weight sync takes long" in text for text in Adviser(run_dir, recipe, 0).after(20))

@@ -6,6 +6,7 @@ No rule is repeated here: each layout passes the checks of a run.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -294,5 +295,4 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def _value(recipe: Recipe, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(recipe, section), name)
+    return operator.attrgetter(key)(recipe)

@@ -27,9 +27,17 @@ HEAD = (
 LEGEND = (
     "S: rollout.max_staleness; gain: trained tokens per second against sync, which samples and trains in turn on all devices",
     "E idle, T idle: share of the time in which engines and trainers wait; requests: running on an engine, mean",
-    "lag, most: versions between a token and the policy that trains on it, mean and largest; no schedule wastes a token",
+    "lag, most: versions between a token and the policy that trains on it, mean and largest",
     "waiting, memory: most finished samples before the end of their training step, on all hosts of engines; length: mean of "
     "trained against sampled responses",
+)
+
+
+OVERSAMPLING_TITLE = "Over-sampling, simulated: algorithm.dynamic_sampling.oversample"
+
+OVERSAMPLING_LEGEND = (
+    "sampled: groups per trained group; unused: share of the sampled groups that no batch takes; missing: groups short of whole "
+    "batches at algorithm.dynamic_sampling.max_attempts"
 )
 
 
@@ -38,7 +46,9 @@ def show(result: Study) -> None:
     console.print(fitted(schedule_columns(result), schedules_title(result), console.width), highlight=False)
     if len(result.splits) > 1:
         console.print(fitted(split_columns(result), splits_title(result), console.width), highlight=False)
-    for line in LEGEND:
+    if result.oversampled:
+        console.print(fitted(oversampling_columns(result), OVERSAMPLING_TITLE, console.width), highlight=False)
+    for line in legend(result):
         console.print(f"- {line}", style="dim", highlight=False)
     console.print(f"\nRecommended: {described(result.best)}", highlight=False)
     if result.settings:
@@ -49,6 +59,11 @@ def show(result: Study) -> None:
         console.print(f"- {line}", highlight=False)
     for line in result.notes:
         console.print(f"- {line}", style="dim", highlight=False)
+
+
+def legend(result: Study) -> list[str]:
+    """Return the legend of the tables."""
+    return [*LEGEND, *([OVERSAMPLING_LEGEND] if result.oversampled else [])]
 
 
 def schedules_title(result: Study) -> str:
@@ -100,7 +115,7 @@ def described(run: SimulatedRun) -> str:
 
 def remarks(result: Study) -> list[str]:
     """Return remarks on the recommended run."""
-    return [*_on_shared_devices(result), *_beside_keep(result)]
+    return [*_on_shared_devices(result), *_beside_keep(result), *_on_oversampling(result), *_on_missing(result)]
 
 
 def _on_shared_devices(result: Study) -> list[str]:
@@ -128,6 +143,32 @@ def _beside_keep(result: Study) -> list[str]:
                 f"keep reads caches that older weights computed; its effect on learning was not measured. refresh: {gain}."
             ]
     return []
+
+
+def _on_oversampling(result: Study) -> list[str]:
+    """Name the recommended factor of each schedule, and compare it with the recipe's."""
+    lines = []
+    for each in result.oversampled:
+        recipes_run = next((run for run in each.runs if run.setting.oversample is None), None)
+        best, outcome = each.best, each.best.outcome
+        text = f"oversample for {in_words(best)}: {best.schedule.oversample:g}"
+        if recipes_run is best:
+            text += ", as in the recipe"
+        elif recipes_run is not None:
+            ratio = outcome.step_seconds / recipes_run.outcome.step_seconds
+            text += f", {ratio:.2f} times the step of the recipe's {recipes_run.schedule.oversample:g}"
+        lines.append(f"{text}; {outcome.tried:.2f} groups sampled per trained one, {outcome.unused:.1%} unused")
+    return lines
+
+
+def _on_missing(result: Study) -> list[str]:
+    missing = result.best.outcome.missing
+    if not missing:
+        return []
+    return [
+        f"{missing:.1%} of the groups of batches are missing: steps reach algorithm.dynamic_sampling.max_attempts. Raise it, or choose "
+        "other prompts. With when_exhausted=fail the run would stop."
+    ]
 
 
 def cells(result: Study, run: SimulatedRun) -> list[str]:
@@ -172,4 +213,16 @@ def split_columns(result: Study) -> Columns:
         ]
         for run in result.splits
     ]
+    return transposed([head, *rows])
+
+
+def oversampling_columns(result: Study) -> Columns:
+    head = ["rule, S, window", "oversample", "step, s", "gain", "sampled", "unused", "missing", "lag", "most"]
+    rows = []
+    for each in result.oversampled:
+        for run in each.runs:
+            outcome, speed = run.outcome, _speed(run)
+            shares = [f"{outcome.tried:.2f}", f"{outcome.unused:.1%}", f"{outcome.missing:.1%}"]
+            lag = [f"{outcome.lag_mean:.1f}", str(outcome.lag_max)]
+            rows.append([named(run), f"{run.schedule.oversample:g}", *speed[:2], *shares, *lag])
     return transposed([head, *rows])

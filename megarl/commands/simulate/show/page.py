@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from megarl.commands.plan.show.tables import head_and_rows
 from megarl.commands.plan.show.units import sized
 from megarl.commands.simulate.show.console import (
-    LEGEND,
+    OVERSAMPLING_TITLE,
     described,
     divided,
+    legend,
     named,
+    oversampling_columns,
     remarks,
     schedule_columns,
     schedules_title,
@@ -71,12 +74,16 @@ def render(result: Study) -> str:
         splits={"title": splits_title(result), **head_and_rows(split_columns(result))}
         if len(result.splits) > 1
         else None,
-        legend=LEGEND,
+        oversampled={"title": OVERSAMPLING_TITLE, **head_and_rows(oversampling_columns(result))}
+        if result.oversampled
+        else None,
+        legend=legend(result),
     )
 
 
 def draw(result: Study) -> LagChart:
     """Return the chart of trained tokens per second over the mean lag of a token."""
+    chosen = replace(result.best.setting, oversample=None)  # the chart's runs have the recipe's over-sampling
     across = max(1.0, *(run.outcome.lag_mean for run in result.runs)) * _ROOM
     up = max(run.outcome.tokens_per_second for run in result.runs) * _ROOM
     lines: dict[str, list[SimulatedRun]] = {}
@@ -87,7 +94,7 @@ def draw(result: Study) -> LagChart:
     def point(run: SimulatedRun) -> ChartPoint:
         outcome = run.outcome
         x, y = outcome.lag_mean / across * WIDTH, HEIGHT - outcome.tokens_per_second / up * HEIGHT
-        return ChartPoint(x, y, f"{run.setting.max_staleness:g}", described(run), run is result.best)
+        return ChartPoint(x, y, f"{run.setting.max_staleness:g}", described(run), run.setting == chosen)
 
     return LagChart(
         [ChartLine(name, number, [point(run) for run in runs]) for number, (name, runs) in enumerate(lines.items())],
