@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -31,7 +32,9 @@ class KeeperFolder:
         write_atomically(self.path / _OWNER, json.dumps(owner).encode())
 
     def remove(self) -> None:
-        shutil.rmtree(self.path)
+        """Remove the folder. Safe to call repeatedly."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.path)
 
 
 def remove_stale_folders() -> list[Path]:

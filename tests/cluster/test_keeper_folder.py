@@ -45,6 +45,7 @@ def test_a_folder_is_stale_once_all_its_processes_have_ended() -> None:
     process.kill()
     process.wait()
     assert remove_stale_folders() == [folder.path] and not folder.path.exists()
+    folder.remove()  # by a keeper's second `close`
 
 
 def test_another_process_with_the_same_id_does_not_keep_it() -> None:
