@@ -238,7 +238,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
         kl_weight=kl_weight,
         tokenizer=prepared.tokenizer,
         profiling=Profiling(
-            recipe.observe, actor, engines, log, folder.profile, recipe.rollout.start_timeout, trace_note
+            recipe.observe, actor, engines, log, folder.profile, recipe.rollout.start_timeout, cluster.check, trace_note
         ),
         log=log,
         repeatable=repeatable,

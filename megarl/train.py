@@ -1,4 +1,4 @@
-"""The training loop of RL, SFT and DPO, which differ in the source of the batches. It may sample ahead (`rollout.max_staleness`)."""
+"""The training loop of RL, SFT and DPO, which differ in the source of the batches. With `rollout.max_staleness` the source samples ahead."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def fit(
             recipe.train, saver, source, kl_weight, skipped, {}, load, log, GracefulStop(60.0)
         )  # fmt: skip
         source.checkpoints = checkpoints
-        profiling = Profiling(recipe.observe, actor, [], log, folder / "profile", 1.0)
+        profiling = Profiling(recipe.observe, actor, [], log, folder / "profile", 1.0, lambda: None)
         tokenizer: Any = SimpleNamespace(decode=lambda ids, special=False: str(ids))
         run = Run(
             recipe, actor, None, None, source, placement, None, checkpoints, skipped, kl_weight, tokenizer, profiling,

@@ -93,7 +93,7 @@ def build(
         skipped=skipped,
         kl_weight=kl_weight,
         tokenizer=tokenizer,
-        profiling=Profiling(recipe.observe, actor_group, [], log, folder / "profile", 1.0),
+        profiling=Profiling(recipe.observe, actor_group, [], log, folder / "profile", 1.0, lambda: None),
         log=log,
         started_devices=1,
         device_peak=None,

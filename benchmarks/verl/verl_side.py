@@ -130,6 +130,7 @@ def response_lengths(folder: Path) -> list[float]:
 
 def phases(folder: Path, skipped: int) -> dict[str, float]:
     """Return the median seconds of each phase of verl's metrics, without the first `skipped` steps."""
-    lines = [json.loads(line)["data"] for line in (folder / METRICS).read_text().splitlines()][skipped:]
+    lines = [json.loads(line)["data"] for line in (folder / METRICS).read_text().splitlines()]
+    lines = [line for line in lines if "response_length/mean" in line][skipped:]  # the steps
     names = sorted({name for line in lines for name in line if name.startswith("timing_s/")})
     return {name[9:]: statistics.median(line.get(name, 0.0) for line in lines) for name in names}

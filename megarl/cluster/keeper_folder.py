@@ -50,7 +50,7 @@ def remove_stale_folders() -> list[Path]:
 
 def stale_text(paths: Sequence[Path]) -> str:
     """Return one line about removed folders."""
-    text = "megarl: removed what keepers of workers (train.keep_workers) that were killed had left:"
+    text = "megarl: removed folders of killed keepers (train.keep_workers):"
     return f"{text} {', '.join(map(str, paths))}"
 
 

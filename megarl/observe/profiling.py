@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ class Profiling:
     """Traces the steps in `observe.profile_steps`.
 
     engines: engines of the policy. folder: `profile/` of the run. start_timeout: seconds an engine may take to write its
-    trace. note: text about the engines' profiler, added to the notice of a traced step.
+    trace. check: raises if a process has died or is stopped. note: text about the engines' profiler, added to the notice of a traced step.
     """
 
     observe: ObserveConfig
@@ -37,6 +37,7 @@ class Profiling:
     log: RunLog
     folder: Path
     start_timeout: float
+    check: Callable[[], None]
     note: str = ""
 
     def before_sampling(self, step: int) -> None:
@@ -81,4 +82,4 @@ class Profiling:
         return [self.engines[number] for number in self.observe.profile_engines]
 
     def _wait(self, calls: Sequence[Future[None]], *, doing: str) -> None:
-        wait_for_start(self._chosen(), calls, doing=doing, limit=self.start_timeout)
+        wait_for_start(self._chosen(), calls, doing=doing, limit=self.start_timeout, check=self.check)

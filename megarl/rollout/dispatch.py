@@ -55,6 +55,7 @@ class Dispatch:
         self._most_groups = math.inf if finishing is None else math.ceil(finishing.groups / engines)
         self._most_finishing = 0 if finishing is None else max(1, int(engines // max(1.0, finishing.max_staleness)))
         self._version: int | None = None  # the newest
+        self._serving: frozenset[int] | None = None  # of the last `open_only`; None: others are closed since then
         # Counted at each change, because the caller reads them for every group
         self.idle = engines  # number of engines without a group, closed ones left out
         self.open = engines  # number of engines on which groups start
@@ -68,11 +69,14 @@ class Dispatch:
         """Start no further group on an engine. ValueError if no other engine is open."""
         if all(each.closed for index, each in enumerate(self._engines) if index != engine):
             raise ValueError(f"no engine but number {engine} is open, so its groups cannot move")
-        self._engines[engine].closed = True
+        self._engines[engine].closed, self._serving = True, None
         self._count()
 
     def open_only(self, serving: Collection[int]) -> None:
         """Start further groups only on the `serving` engines, which have the newest weights. Their indices may be new."""
+        if (serving := frozenset(serving)) == self._serving:
+            return
+        self._serving = serving
         missing = max(serving, default=-1) + 1 - len(self._engines)
         self._engines += [_EngineState(version=self._version) for _ in range(missing)]
         for index, engine in enumerate(self._engines):

@@ -117,7 +117,7 @@ def wait_for_start(
     *,
     doing: str,
     limit: float,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[], None],
 ) -> list[Any]:
     """Wait for calls that prepare engines. `limit`: `rollout.start_timeout`, in seconds. `check`: `Cluster.check`, which raises if a
     process has died or is stopped. See `wait_for_all`."""

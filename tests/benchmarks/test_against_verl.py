@@ -58,7 +58,7 @@ def test_metrics_give_lengths_and_medians_of_phases(tmp_path: Path):
     text = "".join(json.dumps({"step": n, "data": line}) + "\n" for n, line in enumerate([*lines, {"val/acc": 1.0}]))
     (tmp_path / verl_side.METRICS).write_text(text)
     assert verl_side.response_lengths(tmp_path) == [40, 41, 42]
-    assert verl_side.phases(tmp_path, 1) == {"gen": 1.0}
+    assert verl_side.phases(tmp_path, 1) == {"gen": 2.0}
 
 
 def test_missing_verl_is_refused(tmp_path: Path):

@@ -92,4 +92,4 @@ def test_the_next_start_removes_the_folder_of_a_killed_command_and_prints_one_li
         assert not left.exists() and len([*temporary.glob("megarl-keeper-*")]) == 1
     assert [*temporary.glob("megarl-keeper-*")] == []
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"megarl: removed what keepers of workers (train.keep_workers) that were killed had left: {left}"]
+    assert lines == [f"megarl: removed folders of killed keepers (train.keep_workers): {left}"]

@@ -72,8 +72,9 @@ def test_a_death_before_the_reply_has_the_process_id_of_rays_report() -> None:
     error.error_msg = (
         "The actor died.\n\tclass_name: ServiceActor\n\tpid: 5120\n\tip: 10.0.0.1\nits worker process has died."
     )
-    place = ProcessInfo("service engine0", "10.0.0.1")
-    assert str(located(place, error)) == "service engine0 on 10.0.0.1 (pid 5120)"
+    place = ProcessInfo("service engine0", "10.0.0.1", log="/logs/engine0.log")
+    found = located(place, error)
+    assert str(found) == "service engine0 on 10.0.0.1 (pid 5120)" and not found.log, "an earlier process's output"
     assert located(ProcessInfo("service engine0", "10.0.0.1", 7), error).pid == 7, "what the process has reported"
     assert located(place, ray_service.ray.exceptions.ActorDiedError()) == place
 

@@ -143,7 +143,7 @@ def test_engines_are_traced_only_in_the_chosen_steps(tmp_path: Path) -> None:
     recipe = load_recipe(GRPO, ["observe.profile_steps=[2]", "observe.profile_ranks=[]", "observe.profile_engines=[0]"])
     log = types.SimpleNamespace(notice=recorded.append, phase=lambda name: contextlib.nullcontext())
     services = [EngineHandle(_Service(f"engine{number}", recorded)) for number in range(2)]  # type: ignore[arg-type]
-    profiling = Profiling(recipe.observe, None, services, log, tmp_path, 1.0, "engines are fixed")  # type: ignore[arg-type]
+    profiling = Profiling(recipe.observe, None, services, log, tmp_path, 1.0, lambda: None, "engines are fixed")  # type: ignore[arg-type]
     for step in (1, 2, 3):
         profiling.before_sampling(step)
         recorded.append(f"sample {step}")

@@ -231,3 +231,16 @@ def test_each_group_has_one_version_and_a_bounded_lag(
             while dispatch.behind:
                 advance()
             assert versions == [version + 1] * engines
+
+
+def test_the_serving_engines_are_compared_with_the_last_ones() -> None:
+    """The caller names them for every group; engines are closed and opened only when they change."""
+    dispatch = Dispatch(3)
+    dispatch.add_version(0)
+    dispatch.open_only([0, 1])
+    assert dispatch.open == 2
+    dispatch.close(1)
+    dispatch.open_only([0, 1])  # engine 1 serves again
+    assert dispatch.open == 2
+    dispatch.open_only([0, 1, 2, 3])
+    assert dispatch.open == 4

@@ -321,7 +321,7 @@ def _assembled(
         recipe, actor, None, None, source, GivingPlacement(actor, engine, point), evaluate,
         Checkpoints(recipe.train, saver, source, kl_weight, skipped, IDENTITY, load, log, stop, journal=journal),
         skipped, kl_weight, cast(Any, SimpleNamespace(decode=lambda ids, special=False: str(ids))),
-        Profiling(recipe.observe, actor, [], log, folder.profile, 1.0), log, 1, None,
+        Profiling(recipe.observe, actor, [], log, folder.profile, 1.0, lambda: None), log, 1, None,
         repeatable, TrainerRestarts(most, start, check) if most else None, Rollbacks.of(recipe.train),
     )  # fmt: skip
 

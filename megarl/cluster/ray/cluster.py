@@ -212,7 +212,7 @@ class RayCluster(Cluster):
             if failure is not None and service.essential:
                 raise ServiceDied(failure)
             living += [service] if failure is None else []
-        self._check_starting([service for service in living if not service.is_located()])
+        self._check_starting([service for service in living if not (service.is_located() or service.was_killed)])
         self._check_stopped([service for service in living if service.is_located() and self._has_place(service)])
         for callback in self._on_check:
             callback()
@@ -227,7 +227,7 @@ class RayCluster(Cluster):
                 continue
             if not service.essential:
                 service.kill(replace(failure, died=True))
-            self._start_watch.kill(service.mark, service.node)
+            self._start_watch.kill(service.mark, service.node, wait=service.essential)
             if service.essential:
                 raise ServiceDied(failure)
 

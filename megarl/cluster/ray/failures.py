@@ -28,9 +28,12 @@ def not_started(place: ProcessInfo, seconds: float) -> Failure:
 
 
 def located(place: ProcessInfo, error: RayActorError) -> ProcessInfo:
-    """Return `place` with the process id of Ray's report, if it has one and `place` has none."""
+    """Return `place` with the process id of Ray's report, if it has one and `place` has none.
+
+    Such a process has not opened its log: the file has an earlier process's output.
+    """
     pid = re.search(r"^\s*pid: (\d+)$", str(error), re.MULTILINE)
-    return replace(place, pid=int(pid.group(1))) if pid and not place.pid else place
+    return replace(place, pid=int(pid.group(1)), log="") if pid and not place.pid else place
 
 
 def death_cause(error: RayActorError) -> str:

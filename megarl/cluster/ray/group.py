@@ -164,11 +164,11 @@ class RayGroup:
             for place, node in zip(self._places, self.nodes, strict=True):
                 if not is_alive(node):
                     raise WorkerFailed(Failure.death(place, LEFT_BEFORE_START))
-            _, late = ray_wait(refs, num_returns=len(refs), timeout=0)
+            late = set(ray_wait(refs, num_returns=len(refs), timeout=0)[1])
             ranks = [rank for rank, ref in enumerate(refs) if ref in late]
             self._check_starting(ranks, marks, watch)
             if time.monotonic() > deadline:
-                note = f"\n{len(ranks)} of {len(refs)} processes were not started." if len(ranks) > 1 else ""
+                note = f"\n{len(ranks)} of {len(refs)} processes had not replied." if len(ranks) > 1 else ""
                 raise WorkerFailed(not_started(self._places[ranks[0] if ranks else 0], START_SECONDS), note)
 
         return self._wait(DirectCalls(refs, self._places), check)
@@ -179,7 +179,7 @@ class RayGroup:
         for rank in ranks:
             self._places[rank] = watch.place(marks[rank], self._places[rank])
             if (failure := watch.failure(marks[rank], self._places[rank])) is not None:
-                watch.kill(marks[rank], self.nodes[rank])
+                watch.kill(marks[rank], self.nodes[rank], wait=True)
                 raise WorkerFailed(failure)
 
     def _wait_watched(self, calls: Calls, doing: str, called: Collection[int] | None = None) -> list[Any]:

@@ -155,6 +155,11 @@ class RayService:
         if self.known_place.host == host_name():  # Ray reports the end before the system does
             wait_for_end([self.known_place.pid], deadline - time.monotonic())
 
+    @property
+    def was_killed(self) -> bool:
+        """Return whether `kill` was called; Ray may not have reported the end yet."""
+        return self._killed_because is not None
+
     def kill(self, because: Failure) -> None:
         """Kill the process; `because` is then its failure."""
         self._killed_because = because

@@ -25,6 +25,7 @@ from megarl.cluster.starting import StartingProcess, find_starting, kill_startin
 logger = logging.getLogger(__name__)
 
 GONE_LOOKS = 3  # looks without a process that was seen, until it counts as ended: Ray may start another one at once
+KILL_SECONDS = 5.0  # for another machine to kill a process
 NOTICE_SECONDS = 60.0  # between messages about a process that does not report its place
 
 
@@ -82,7 +83,7 @@ class StartWatch:
         process = self._seen.get(mark)
         if process is None:
             return place
-        return replace(place, host=process.host, pid=process.pid, log=process.log or place.log)
+        return replace(place, host=process.host, pid=process.pid, log=process.log)
 
     def failure(self, mark: str, place: ProcessInfo) -> Failure | None:
         """Return the failure of a process that stays stopped or has ended; None if it may still reply. Prints a message about
@@ -92,7 +93,7 @@ class StartWatch:
             seconds = sigstop_watch.LOOKS * sigstop_watch.LOOK_SECONDS
             return Failure(
                 named,
-                f"its process has been stopped for {seconds:.0f} s {reported}, as by SIGSTOP or Ctrl-Z, and the run waits for it. "
+                f"its process has been stopped for {seconds:.0f} s {reported}, as by SIGSTOP or Ctrl-Z. "
                 f"Check what stops processes on {named.host}.",
             )
         if self._gone[mark] >= GONE_LOOKS:
@@ -100,12 +101,17 @@ class StartWatch:
         self._notify(mark, named)
         return None
 
-    def kill(self, mark: str, node: str) -> None:
-        """Kill a process that has failed: Ray does not end one that is stopped before its reply. Does not wait for another machine."""
+    def kill(self, mark: str, node: str, *, wait: bool) -> None:
+        """Kill a process that has failed: Ray does not end one that is stopped before its reply.
+
+        wait: for another machine's answer, `KILL_SECONDS` at most, because a run that ends takes its unfinished tasks with it.
+        """
         if self._private:
             kill_starting(mark)
-        else:
-            _KILL.options(scheduling_strategy=on_node(node)).remote(mark)
+            return
+        killed = _KILL.options(scheduling_strategy=on_node(node)).remote(mark)
+        if wait:
+            ray_wait([killed], timeout=KILL_SECONDS)
 
     def _notify(self, mark: str, place: ProcessInfo) -> None:
         began, due = self._since.get(mark, (0.0, float("inf")))
@@ -117,7 +123,8 @@ class StartWatch:
             where = f"Its process runs, in state {self._seen[mark].state}; its output: {place.log or 'none yet'}."
         else:
             where = (
-                "Ray has not started its process: `ray status` shows what Ray waits for; Ray's logs are under /tmp/ray."
+                "megarl has not found its process on its machine: Ray has not started it (`ray status` shows what Ray waits "
+                "for), or it runs as another user."
             )
         text = "megarl has waited %.0f s for the start of %s, and waits for at most %.0f s. %s"
         logger.warning(text, now - began, place, self._limit, where)

@@ -46,7 +46,7 @@ def parse_filtered(text: str | None, lengths: str | None, dynamic: DynamicSampli
     """Return the share of the option ``--filtered`` (`text`); None if the recipe filters no group.
 
     Without the option, a run that is named by ``--lengths`` (`lengths`) gives the share, else `ASSUMED_SHARE` is assumed. Raises
-    InputError for a share outside of [0, 1), a recipe without dynamic sampling, and a run without enough groups.
+    InputError for a share outside of [0, 1), a recipe without dynamic sampling, and a run of ``--filtered`` without enough groups.
     """
     if not dynamic.enabled:
         if text is not None:
@@ -56,7 +56,12 @@ def parse_filtered(text: str | None, lengths: str | None, dynamic: DynamicSampli
             )
         return None
     if text is None and lengths is not None and "," not in lengths:
-        return recorded_share(Path(lengths), dynamic.metric, "--lengths")
+        try:
+            return recorded_share(Path(lengths), dynamic.metric, "--lengths")
+        except InputError as error:  # the run has lengths all the same
+            return FilteredShare(
+                ASSUMED_SHARE, f"{ASSUMED_SHARE:.0%} of the groups are filtered (assumed, because {error})"
+            )
     if text is None:
         return FilteredShare(
             ASSUMED_SHARE, f"{ASSUMED_SHARE:.0%} of the groups are filtered (assumed: give --filtered SHARE or a run)"
@@ -81,7 +86,9 @@ def recorded_share(run: Path, metric: str, option: str) -> FilteredShare:
     run_dir = RunDirectory(run)
     if _has_filter(run_dir):
         lines = read_metrics(run_dir.metrics)
-        tried = sum(line.get("rollout/prompts_tried", 0.0) for line in lines)
+        names = ("rollout/prompts_tried", "rollout/groups_unscored")
+        tried, unscored = (sum(line.get(name, 0.0) for line in lines) for name in names)
+        tried -= unscored  # the filter has not seen these
         equal = sum(line.get("rollout/groups_filtered", 0.0) for line in lines)
         source = f"{tried:,.0f} groups in {run_dir.metrics}"
     else:

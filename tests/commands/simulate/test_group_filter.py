@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -157,6 +158,21 @@ def test_a_run_without_a_filter_has_samples(tmp_path: Path) -> None:
         parse_filtered(str(tmp_path), None, dynamic("format"))
 
 
+def test_a_run_that_gives_lengths_need_not_give_the_share(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "few", [(10, 4)])
+    assumed = parse_filtered(None, str(tmp_path / "few"), dynamic())
+    assert assumed is not None and assumed.share == 0.5
+    assert re.search(r"assumed, because --lengths .*10 groups in .* at least 20", assumed.assumed)
+
+
+def test_groups_without_a_score_were_not_filtered(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "run", [(50, 10)])
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text(json.dumps({**json.loads(metrics.read_text()), "rollout/groups_unscored": 10}) + "\n")
+    share = parse_filtered(str(tmp_path / "run"), None, dynamic())
+    assert share is not None and share.share == 0.25
+
+
 def test_wrong_shares_are_refused(tmp_path: Path) -> None:
     for text in ("1", "1.0", "-0.1", "nan"):
         with pytest.raises(InputError, match=rf"--filtered {text}: expected a share"):
@@ -166,8 +182,8 @@ def test_wrong_shares_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the recipe filters no group"):
         parse_filtered("0.5", None, DynamicSamplingConfig())
     write_metrics(tmp_path / "few", [(10, 4)])
-    with pytest.raises(InputError, match=r"--lengths .*10 groups in .* at least 20"):
-        parse_filtered(None, str(tmp_path / "few"), dynamic())
+    with pytest.raises(InputError, match=r"--filtered .*10 groups in .* at least 20"):
+        parse_filtered(str(tmp_path / "few"), None, dynamic())
     write_metrics(tmp_path / "all", [(40, 40)])
     with pytest.raises(InputError, match="no batch would be complete"):
         parse_filtered(str(tmp_path / "all"), None, dynamic())
