@@ -1,6 +1,7 @@
 """Compare a sharded weight sync with a full export, on the same trainers and the same engine.
 
     python -m benchmarks.weight_sync [--layout TP2xPP2|EP4] [--engine TP2|EP2] [--transport auto|collective] [--parameters 224]
+    python -m benchmarks.weight_sync --parameters 1000 --dtype bfloat16  # 22 GB of memory
     python -m benchmarks.weight_sync --fingerprints 60 ...  # cost of fingerprints: 60 updates with and 60 without them
 
 The full route (`weight_sync.route: full`) is mbridge's export on all ranks, rank 0's shared memory, and vLLM's
@@ -37,7 +38,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(directory: Path, millions: int) -> tuple[str, int]:
+def write_model(directory: Path, millions: int, dtype: str) -> tuple[str, int]:
     """Write a Qwen3-MoE of about `millions` parameters, mostly in experts. Returns its path and number of parameters."""
     import torch
     import transformers
@@ -52,13 +53,13 @@ def write_model(directory: Path, millions: int) -> tuple[str, int]:
         num_key_value_heads=4,
         head_dim=64,
         num_experts=16,
-        moe_intermediate_size=width * 15 // 8 // 16 * 16,
+        moe_intermediate_size=width * 15 // 8 // 32 * 32,  # of which vLLM pads none on a CPU
         num_experts_per_tok=2,
         max_position_embeddings=512,
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    model = transformers.Qwen3MoeForCausalLM(config)
+    model = transformers.Qwen3MoeForCausalLM(config).to(getattr(torch, dtype))
     model.save_pretrained(directory)
     return str(directory), sum(parameter.numel() for parameter in model.parameters())
 
@@ -88,13 +89,16 @@ def exported(process: EngineProcess, trainers: Trainers, version: int) -> tuple[
 
 
 def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    path, count = write_model(directory / "model", arguments.parameters)
-    process, trainers = EngineProcess(), Trainers(directory, path, LAYOUTS[arguments.layout], 4, weights_only=True)
+    path, count = write_model(directory / "model", arguments.parameters, arguments.dtype)
+    process = EngineProcess()
+    trainers = Trainers(directory, path, LAYOUTS[arguments.layout], 4, arguments.dtype, weights_only=True)
     try:
         process.replace("megarl.engines.vllm.engine", "build_engine_args", "with_digests")  # and `set_fingerprints`
-        started = process.begin("start", spec(path, load_weights=False, **ENGINES[arguments.engine]))
+        started = process.begin(
+            "start", spec(path, dtype=arguments.dtype, load_weights=False, **ENGINES[arguments.engine])
+        )
         receivers = started.result(PATIENCE)["receivers"]
-        names = ("layout", "engine", "transport")
+        names = ("layout", "engine", "transport", "dtype")
         figures = {"parameters": count, **{name: getattr(arguments, name) for name in names}}
         if arguments.fingerprints:
             return figures | fingerprints(process, trainers, receivers, arguments)
@@ -187,6 +191,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, default="EP2")
     parser.add_argument("--transport", choices=["auto", "collective", "device"], default="auto")
     parser.add_argument("--parameters", type=int, default=224, help="in millions")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of trainers and engine")
     parser.add_argument("--bucket-mb", type=int, default=64, help="of both routes")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--fingerprints", type=int, default=0, metavar="UPDATES")

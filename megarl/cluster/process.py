@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megarl.cluster.base import host_name
 from megarl.cluster.failures import HEADER
+from megarl.platform.installed import version_lines
 
 # Set by torchrun for its ranks; an engine that inherits them would behave as a rank.
 TORCHRUN_VARIABLES = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
@@ -23,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def redirect_output(log: str, name: str) -> None:
-    """Send this process's stdout and stderr, file descriptors included, to the end of `log`."""
+    """Send this process's stdout and stderr, file descriptors included, to the end of `log`, and write who it is and what is installed."""
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     sys.stdout.flush()
@@ -35,6 +36,7 @@ def redirect_output(log: str, name: str) -> None:
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     print(f"{HEADER} {name}, pid {os.getpid()} on {host_name()}, {time.strftime('%Y-%m-%d %H:%M:%S')} ===")
+    print("\n".join(version_lines()))
     faulthandler.enable(file=sys.stderr)  # a crash in native code writes its Python stack here
 
 

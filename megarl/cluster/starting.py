@@ -39,7 +39,8 @@ def find_starting(marks: Collection[str]) -> dict[str, StartingProcess]:
     """Return the processes of this user on this machine that have one of the `marks`, by mark. Of a process and its children,
     the one that started first.
 
-    Ray's launcher has the variables of its process as an argument before it has them in its environment.
+    Ray's launcher has the variables of its process as an argument before it has them in its environment. A process that rewrites its
+    title over its environment would not be found. Ray's workers keep it (`tests/cluster/test_start_watch.py`).
     """
     found: dict[str, tuple[int, StartingProcess]] = {}
     for folder in Path("/proc").glob("[0-9]*"):

@@ -176,8 +176,9 @@ def full_collections_between_steps() -> Iterator[Callable[[], object]]:
     """Run a block without full garbage collections, and yield a function that runs one: call it after each step.
 
     A full collection visits every object that may be in a cycle. Python starts one when these objects have grown by a quarter, which
-    thousands of groups do several times in a step. Young objects are collected as before. Objects from before the block are exempted
-    until its end (`gc.freeze`).
+    thousands of groups do several times in a step. Young objects are collected as before. Under torchrun, rank 0 trains in the same
+    process, so its old cycles also wait for the end of the step. Objects from before the block are exempted until its end
+    (`gc.freeze`); then all are collected again, those of `paused_collector` too.
     """
     thresholds = gc.get_threshold()
     gc.collect()

@@ -2,7 +2,7 @@
 
 import { color, formatter, h, number } from "./dom.js";
 
-const LEFT = 54;
+const LEFT = 54; // at least; longer numbers of the axis get more
 const RIGHT = 10;
 const TOP = 8;
 const BOTTOM = 22;
@@ -119,13 +119,15 @@ export class Chart {
     const { from, to, low, high } = bounds;
     const scale = this.log ? Math.log10 : (value) => value;
     const [bottom, span] = [scale(low), scale(high) - scale(low) || 1];
-    this.x = (value) => LEFT + ((value - from) / (to - from)) * (width - LEFT - RIGHT);
+    const ticks = this.log ? logTicks(low, high) : niceTicks(low, high, 4);
+    const left = (this.left = Math.max(LEFT, 10 + Math.ceil(Math.max(...ticks.map((tick) => pen.measureText(this.format(tick)).width)))));
+    this.x = (value) => left + ((value - from) / (to - from)) * (width - left - RIGHT);
     this.y = (value) => height - BOTTOM - ((scale(value) - bottom) / span) * (height - TOP - BOTTOM);
-    this.inverse = (pixel) => from + ((pixel - LEFT) / (width - LEFT - RIGHT)) * (to - from);
-    this.axes(pen, bounds, width, height);
+    this.inverse = (pixel) => from + ((pixel - left) / (width - left - RIGHT)) * (to - from);
+    this.axes(pen, bounds, width, height, ticks);
     pen.save();
     pen.beginPath();
-    pen.rect(LEFT, TOP - 2, width - LEFT - RIGHT + 2, height - TOP - BOTTOM + 4);
+    pen.rect(left, TOP - 2, width - left - RIGHT + 2, height - TOP - BOTTOM + 4);
     pen.clip();
     for (const band of this.bands) this.band(pen, band);
     pen.strokeStyle = color("--faint");
@@ -148,16 +150,17 @@ export class Chart {
     }
   }
 
-  axes(pen, { from, to, low, high }, width, height) {
+  axes(pen, { from, to }, width, height, ticks) {
+    const { left } = this;
     pen.strokeStyle = color("--line");
     pen.fillStyle = color("--faint");
     pen.lineWidth = 1;
     pen.textAlign = "right";
     pen.textBaseline = "middle";
-    for (const tick of this.log ? logTicks(low, high) : niceTicks(low, high, 4)) {
+    for (const tick of ticks) {
       const y = Math.round(this.y(tick)) + 0.5;
-      pen.beginPath(); pen.moveTo(LEFT, y); pen.lineTo(width - RIGHT, y); pen.stroke();
-      pen.fillText(this.format(tick), LEFT - 6, y);
+      pen.beginPath(); pen.moveTo(left, y); pen.lineTo(width - RIGHT, y); pen.stroke();
+      pen.fillText(this.format(tick), left - 6, y);
     }
     pen.textAlign = "center";
     pen.textBaseline = "top";

@@ -16,6 +16,10 @@ export function createRecipe(root, app) {
   root.append(h("div", { class: "controls" }, words, option), count, h("div", { class: "scroll" }, table), files);
 
   function draw() {
+    if (!data.names.length) {
+      root.replaceChildren(h("p", { class: "note" }, "There is no recipe.resolved.yaml in the directory of the run, so its settings are not known."));
+      return;
+    }
     const several = data.names.length > 1;
     option.hidden = !several;
     app.setParams({ text: words.value, same: several && !different.checked ? "shown" : "" });
