@@ -74,7 +74,8 @@ def test_a_process_that_stays_stopped_fails(monkeypatch: pytest.MonkeyPatch) -> 
     looks, stopped = Looks(monkeypatch), StartingProcess("machine", 7, "T", "")
     assert looks.look(*[stopped] * (sigstop_watch.LOOKS - 1), PROCESS, *[stopped] * (sigstop_watch.LOOKS - 1)) is None
     failure = looks.look(stopped)
-    assert str(failure.place) == "service engine0 on machine (pid 7)" and failure.place.log == PLACE.log
+    assert str(failure.place) == "service engine0 on machine (pid 7)"
+    assert not failure.place.log, "the file of the earlier process is not this one's output"
     assert failure.cause.startswith("its process has been stopped for 20 s before it has reported its start")
 
 
@@ -105,7 +106,8 @@ def test_a_long_start_is_reported_every_minute(
         looks.look(PROCESS)
     first, second = caplog.messages
     assert first.startswith(
-        "megarl has waited 61 s for the start of service engine0 on 10.0.0.1, and waits for at most 300 s. Ray"
+        "megarl has waited 61 s for the start of service engine0 on 10.0.0.1, and waits for at most 300 s. "
+        "megarl has not found its process on its machine: Ray has not started it"
     )
     assert second.startswith("megarl has waited 121 s for the start of service engine0 on machine (pid 7), and")
     assert second.endswith("Its process runs, in state S; its output: /tmp/ray/worker-7.err.")
