@@ -14,6 +14,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -121,6 +122,9 @@ class MlflowSink:
 
     def __init__(self, recipe: Recipe, run_dir: RunDirectory) -> None:
         self._mlflow = _tracker_package("mlflow")
+        os.environ.setdefault(
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3"
+        )  # its default of 7 holds a step up for over 4 minutes
         self._mlflow.set_experiment(recipe.observe.project)
         earlier_id = _tracker_id(run_dir, "mlflow")
         run = self._mlflow.start_run(run_id=earlier_id) if earlier_id else self._mlflow.start_run(run_name=recipe.name)
@@ -143,6 +147,8 @@ class TrackioSink:
 
     def __init__(self, recipe: Recipe, run_dir: RunDirectory) -> None:
         self._trackio = _tracker_package("trackio")
+        if folder := os.environ.get("TRACKIO_DIR"):
+            Path(folder).mkdir(parents=True, exist_ok=True)  # trackio loses the metrics silently if this fails
         earlier_name = _tracker_id(run_dir, "trackio")
         self._run = self._trackio.init(
             project=recipe.observe.project,
@@ -200,12 +206,19 @@ TRACKERS: dict[str, Callable[[Recipe, RunDirectory], Sink]] = {
     "trackio": TrackioSink,
 }
 
+_REMEDIES = {
+    "wandb": "Log in (wandb login), record to files of the run (WANDB_MODE=offline)",
+    "swanlab": "Log in (swanlab login), record to files of the run (SWANLAB_MODE=offline)",
+    "mlflow": "Let MLFLOW_TRACKING_URI name a server that runs, or a file (sqlite:///mlflow.db)",
+    "trackio": "Let TRACKIO_DIR name a folder that can be written",
+}
+
 
 def make_sinks(recipe: Recipe, run_dir: RunDirectory, first_step: int, warn: Callable[[str], None]) -> list[Sink]:
     """Return the sinks that ``recipe.observe`` selects.
 
-    Raises ValueError if a tracker is unknown or its package is not installed. A tracker that cannot start (no login, no
-    server) raises an error of its package: the run does not begin without its trackers.
+    Raises ValueError if a tracker is unknown, is not installed or cannot start (no login, no server): the run does not begin
+    without its trackers. Then the trackers that have started are closed as failed.
     """
     unknown = [name for name in recipe.observe.trackers if name not in TRACKERS]
     if unknown:
@@ -214,8 +227,25 @@ def make_sinks(recipe: Recipe, run_dir: RunDirectory, first_step: int, warn: Cal
     if recipe.observe.prometheus is not None:
         sinks.append(PrometheusSink(recipe.name, recipe.observe.prometheus_host, recipe.observe.prometheus))
     named = with_hub_names(recipe)
-    sinks += [GuardedTracker(name, TRACKERS[name](named, run_dir), warn) for name in recipe.observe.trackers]
+    try:
+        for name in recipe.observe.trackers:
+            sinks.append(GuardedTracker(name, _start_tracker(name, named, run_dir), warn))
+    except BaseException:
+        for sink in sinks:
+            sink.close("failed")
+        raise
     return sinks
+
+
+def _start_tracker(name: str, recipe: Recipe, run_dir: RunDirectory) -> Sink:
+    _tracker_package(name)
+    try:
+        return TRACKERS[name](recipe, run_dir)
+    except Exception as error:
+        raise ValueError(
+            f"observe.trackers: {name} did not start ({type(error).__name__}: {error}). {_REMEDIES[name]}, or remove it "
+            "from observe.trackers."
+        ) from error
 
 
 def _tracker_package(name: str) -> ModuleType:

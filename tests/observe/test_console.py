@@ -31,6 +31,17 @@ STEP = {
 }
 
 
+@pytest.mark.parametrize("kind", ["plain", "live", "quiet", "json"])
+@pytest.mark.parametrize(("encoding", "text"), [("utf-8", "half of a pair: \ud800"), ("ascii", "reward \u2192 1")])
+def test_texts_that_the_stream_cannot_encode_do_not_end_the_run(kind: str, encoding: str, text: str) -> None:
+    """Names and reasons come from data sets and models."""
+    written = io.BytesIO()
+    console = make_console(make_recipe(console=kind), 0, 1, io.TextIOWrapper(written, encoding=encoding))
+    console.notice(text, True)
+    console.close()
+    assert b"\\u" in written.getvalue()
+
+
 def test_plain_console_prints_one_line_per_step() -> None:
     stream = io.StringIO()
     plain = PlainConsole("run", 0, 11, stream)

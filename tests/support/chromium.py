@@ -32,6 +32,9 @@ class Chromium:
             "--no-first-run",
             "--disable-extensions",
             "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            "--disable-quic",
         ]
         if os.geteuid() == 0:
             options.append("--no-sandbox")  # Chromium refuses to start as root otherwise

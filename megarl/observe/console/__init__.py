@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import TextIO
 
@@ -24,6 +25,10 @@ def make_console(
     auto: live on a terminal, otherwise plain. run: the run's directory, for the events of ``json``; None: runs_dir/name.
     """
     stream = stream or output()
+    if isinstance(
+        stream, io.TextIOWrapper
+    ):  # half a surrogate pair in a sample, or another encoding, must not end the run
+        stream.reconfigure(errors="backslashreplace")
     kind = recipe.observe.console
     if kind == "json":
         return JsonConsole(recipe.name, run or Path(recipe.runs_dir) / recipe.name, steps_done, total_steps, stream)

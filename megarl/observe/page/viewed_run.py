@@ -291,12 +291,21 @@ def chart_list(runs: Sequence[ViewedRun], names: Iterable[str] | None = None) ->
 
 
 def recipe_table(runs: Sequence[ViewedRun]) -> dict[str, Any]:
-    """Return the settings of all recipes side by side: ``names``, ``texts``, and rows of key and a value per recipe (None: absent)."""
-    recipes = [recipe for run in runs for recipe in run.recipes()]
+    """Return the settings of all recipes side by side: ``names``, ``texts``, and rows of key and a value per recipe (None: absent).
+
+    ``absent`` has the labels of the runs without a recipe.
+    """
+    by_run = [(run.label, run.recipes()) for run in runs]
+    recipes = [recipe for _, recipes in by_run for recipe in recipes]
     flat = [dict(_flat(parsed_settings(text))) for _, text in recipes]
     keys = list(dict.fromkeys(key for settings in flat for key in settings))
     rows = [{"key": key, "values": [settings.get(key) for settings in flat]} for key in keys]
-    return {"names": [name for name, _ in recipes], "texts": [text for _, text in recipes], "rows": rows}
+    return {
+        "names": [name for name, _ in recipes],
+        "texts": [text for _, text in recipes],
+        "rows": rows,
+        "absent": [label for label, recipes in by_run if not recipes],
+    }
 
 
 def labels(paths: list[Path]) -> list[str]:

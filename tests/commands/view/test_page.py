@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +15,7 @@ from megarl.observe.html import script_json
 from megarl.observe.log import RunLog
 from megarl.observe.page.bundle import bundled
 from megarl.observe.page.report import report_data, write_report
-from tests.commands.view.conftest import Open
+from tests.commands.view.conftest import Open, serving
 from tests.support.agent_run import make_agent_run
 from tests.support.chromium import Chromium, chromium_path
 from tests.support.html_page import MARKUP
@@ -29,7 +26,6 @@ pytestmark = pytest.mark.skipif(
     chromium_path() is None, reason="no chromium, chromium-browser or google-chrome on PATH"
 )
 
-ROOT = Path(__file__).parents[3]
 TABS = ("overview", "curves", "time", "samples", "sources", "system", "notices", "recipe")
 READY = {
     "overview": "document.querySelectorAll('.figure').length > 3",
@@ -44,13 +40,6 @@ READY = {
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    started = Chromium(tmp_path_factory.mktemp("profile"))
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunLog]:
     log = make_run(tmp_path_factory.mktemp("live") / "live", 4, name="live", text=MARKUP, live=True)
     yield log
@@ -62,15 +51,8 @@ def address(tmp_path_factory: pytest.TempPathFactory, live: RunLog) -> Iterator[
     """The address of a page about a live run with hostile texts, and a finished one of 100,000 samples."""
     folder = tmp_path_factory.mktemp("large")
     make_large_run(folder / "large", steps=3125, samples_per_step=32)
-    paths = [str(live.run_dir.path), str(folder / "large")]
-    command = [sys.executable, "-m", "megarl", "view", *paths, "--port", "0", "--follow"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        printed = re.search(r"http://\S+", process.stdout.readline())
-        assert printed
-        yield printed[0]
-        process.kill()
+    with serving(live.run_dir.path, folder / "large") as address:
+        yield address
 
 
 def open_tab(browser: Chromium, address: str, tab: str) -> float:
@@ -155,6 +137,29 @@ def test_it_opens_and_follows_quickly(browser: Chromium, address: str, live: Run
     open_tab(browser, address, "notices")
     live.notice("a new notice for the page")
     browser.wait_for("document.querySelector('.notices').textContent.includes('a new notice for the page')", 20)
+    assert browser.errors == []
+
+
+def test_a_step_between_the_first_two_answers_is_shown(browser: Chromium, tmp_path: Path) -> None:
+    """The first answer about the run's state comes late: what the run wrote before it must not wait for the step after."""
+    late = """const send = fetch; let first = true;
+        fetch = (...request) => {
+          if (!first || !String(request[0]).includes("/api/state")) return send(...request);
+          first = false;
+          return new Promise((resolve) => setTimeout(resolve, 4000)).then(() => send(...request));
+        };"""
+    log = make_run(tmp_path / "late", 2, name="late", live=True)
+    script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=late)["identifier"]
+    try:
+        with serving(tmp_path / "late") as address:
+            browser.open("about:blank")
+            browser.open(f"{address}#overview")
+            time.sleep(2.5)
+            add_step(log, 3)
+            browser.wait_for("document.querySelector('.facts')?.textContent.includes('3 of')", 20)
+    finally:
+        browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script)
+        log.close("finished")
     assert browser.errors == []
 
 

@@ -157,6 +157,7 @@ async function start() {
       return link;
     }),
   );
+  await look(); // before the page loads its data: the next look sees what is written from here on
   drawRuns();
   open();
   window.addEventListener("hashchange", open);
@@ -164,8 +165,6 @@ async function start() {
     if (follow && !document.hidden) look();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page?.redraw?.());
-  await look();
-  drawRuns();
   if (!frozenAt) loop();
 }
 

@@ -18,11 +18,26 @@ export function niceTicks(low, high, count, least = 0) {
   return ticks;
 }
 
+// About four ticks, and at least two: with a single one a reader cannot tell the scale.
+function valueTicks(low, high) {
+  const ticks = niceTicks(low, high, 4);
+  return ticks.length < 2 ? niceTicks(low, high, 8) : ticks;
+}
+
 function logTicks(low, high) {
   const ticks = [];
   for (let power = Math.ceil(Math.log10(low) - 1e-9); power <= Math.log10(high) + 1e-9; power += 1) ticks.push(10 ** power);
-  const every = Math.ceil(ticks.length / 5) || 1;
+  if (ticks.length < 2) return valueTicks(low, high); // at most one power of ten is between them
+  const every = Math.ceil(ticks.length / 5);
   return ticks.filter((_, i) => i % every === 0);
+}
+
+// The texts of `ticks`, with as many digits as make them different.
+function tickLabels(ticks, format) {
+  for (let digits = 4; ; digits += 1) {
+    const labels = ticks.map((tick) => format(tick, digits));
+    if (digits > 12 || new Set(labels).size === labels.length) return labels;
+  }
 }
 
 // The index of the point that is nearest to `x` in increasing `xs`.
@@ -119,12 +134,13 @@ export class Chart {
     const { from, to, low, high } = bounds;
     const scale = this.log ? Math.log10 : (value) => value;
     const [bottom, span] = [scale(low), scale(high) - scale(low) || 1];
-    const ticks = this.log ? logTicks(low, high) : niceTicks(low, high, 4);
-    const left = (this.left = Math.max(LEFT, 10 + Math.ceil(Math.max(...ticks.map((tick) => pen.measureText(this.format(tick)).width)))));
+    const ticks = this.log ? logTicks(low, high) : valueTicks(low, high);
+    const labels = tickLabels(ticks, this.format);
+    const left = Math.max(LEFT, 10 + Math.ceil(Math.max(...labels.map((label) => pen.measureText(label).width))));
     this.x = (value) => left + ((value - from) / (to - from)) * (width - left - RIGHT);
     this.y = (value) => height - BOTTOM - ((scale(value) - bottom) / span) * (height - TOP - BOTTOM);
     this.inverse = (pixel) => from + ((pixel - left) / (width - left - RIGHT)) * (to - from);
-    this.axes(pen, bounds, width, height, ticks);
+    this.axes(pen, bounds, width, height, left, ticks, labels);
     pen.save();
     pen.beginPath();
     pen.rect(left, TOP - 2, width - left - RIGHT + 2, height - TOP - BOTTOM + 4);
@@ -150,17 +166,16 @@ export class Chart {
     }
   }
 
-  axes(pen, { from, to }, width, height, ticks) {
-    const { left } = this;
+  axes(pen, { from, to }, width, height, left, ticks, labels) {
     pen.strokeStyle = color("--line");
     pen.fillStyle = color("--faint");
     pen.lineWidth = 1;
     pen.textAlign = "right";
     pen.textBaseline = "middle";
-    for (const tick of ticks) {
+    for (const [i, tick] of ticks.entries()) {
       const y = Math.round(this.y(tick)) + 0.5;
       pen.beginPath(); pen.moveTo(left, y); pen.lineTo(width - RIGHT, y); pen.stroke();
-      pen.fillText(this.format(tick), left - 6, y);
+      pen.fillText(labels[i], left - 6, y);
     }
     pen.textAlign = "center";
     pen.textBaseline = "top";

@@ -31,11 +31,11 @@ export function number(value, digits = 4) {
   return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 8 });
 }
 
-// The formats of the report's charts: ".0%", ".2~%", ".1e", "".
+// The formats of the report's charts: ".0%", ".2~%", ".1e", "". Each is a function of a value and a number of digits.
 export function formatter(tick) {
-  if (tick.endsWith("%")) return (value) => `${number(100 * value, 4)} %`;
-  if (tick.endsWith("e")) return (value) => (value === 0 ? "0" : value.toExponential(1));
-  return (value) => number(value);
+  if (tick.endsWith("%")) return (value, digits = 4) => `${number(100 * value, digits)} %`;
+  if (tick.endsWith("e")) return (value, digits = 4) => (value === 0 ? "0" : value.toExponential(digits - 3));
+  return number;
 }
 
 export function plural(count, noun) {

@@ -4,22 +4,22 @@ import { get } from "./api.js";
 import { debounce, h, number } from "./dom.js";
 
 export function createRecipe(root, app) {
-  let data = { names: [], texts: [], rows: [] };
+  let data = null;
   const words = h("input", { type: "search", placeholder: "key or value", "aria-label": "Key or value", value: app.params.get("text") || "" });
   const different = h("input", { type: "checkbox", checked: app.params.get("same") !== "shown" });
   const count = h("p", { class: "note" });
+  const missing = h("p", { class: "note" });
   const table = h("table", { class: "settings" });
   const files = h("div");
   const option = h("label", {}, different, " only differences");
   words.addEventListener("input", debounce(draw, 150));
   different.addEventListener("change", draw);
-  root.append(h("div", { class: "controls" }, words, option), count, h("div", { class: "scroll" }, table), files);
+  const controls = h("div", { class: "controls", hidden: true }, words, option);
+  root.append(controls, count, missing, h("div", { class: "scroll" }, table), files);
 
   function draw() {
-    if (!data.names.length) {
-      root.replaceChildren(h("p", { class: "note" }, "There is no recipe.resolved.yaml in the directory of the run, so its settings are not known."));
-      return;
-    }
+    if (!data?.names.length) return;
+    controls.hidden = false;
     const several = data.names.length > 1;
     option.hidden = !several;
     app.setParams({ text: words.value, same: several && !different.checked ? "shown" : "" });
@@ -41,6 +41,7 @@ export function createRecipe(root, app) {
   get("recipes").then((answer) => {
     data = answer;
     files.replaceChildren(...data.texts.map((text, i) => h("details", {}, h("summary", {}, `recipe.resolved.yaml of ${data.names[i]}`), h("pre", {}, text))));
+    missing.textContent = data.absent.map((label) => `There is no recipe.resolved.yaml in the directory of ${label}, so its settings are not known.`).join(" ");
     draw();
   }, (error) => { count.textContent = error.message; });
   return {};
