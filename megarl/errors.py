@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, ParamSpec
 
 _NO_VALUE = object()
@@ -209,6 +211,11 @@ def spans_of(numbers: Iterable[int]) -> list[list[int]]:
         else:
             spans.append([number])
     return spans
+
+
+def command_name() -> str:
+    """Return how messages name megarl's command: as it was started, since `uv tool` and pipx install no module for the user's python."""
+    return "megarl" if Path(sys.argv[0]).name == "megarl" else "python -m megarl"
 
 
 def pluralize(count: int, word: str, plural: str | None = None) -> str:

@@ -11,15 +11,13 @@ from pathlib import Path
 
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints, resume_hint
 from megarl.checkpoint.journal import newest_step
-from megarl.errors import InputError, RecipeError, SpoiledWeights, add_note
+from megarl.errors import InputError, RecipeError, SpoiledWeights, add_note, command_name
 from megarl.observe.advice.advise import advice_lines
 from megarl.observe.restarts import restarts_by_command
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sessions import time_lines
 from megarl.observe.stdout import output
 from megarl.recipe.schema import Recipe, TrainConfig
-
-_COMMAND = "python -m megarl"
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Repetition:
     def advice(self, step: int) -> str:
         """Return a sentence with the command that repeats `step`, or with the reason why there is none."""
         if self.has_tape and (self.checkpoint is None or self.checkpoint.is_dir()):
-            return f"To repeat the step, pack it when it has ended: {_COMMAND} replay {shown(self.run.path)} --bundle step.tar --step {step}"
+            return f"To repeat the step, pack it when it has ended: {command_name()} replay {shown(self.run.path)} --bundle step.tar --step {step}"
         if self.has_tape:
             return (
                 f"The step cannot be repeated: a bundle of it begins at {self.checkpoint}, which was deleted. With train.keep_every, "
@@ -44,7 +42,9 @@ class Repetition:
             )
         older = [path for path in list_checkpoints(self.run.checkpoints) if checkpoint_step(path) < step]
         resume = shown(older[-1]) if older else self.checkpoint or "never"
-        return f"To repeat the step: {_COMMAND} train {shown(self.run.recipe)} name=repeated train.resume={resume}"
+        return (
+            f"To repeat the step: {command_name()} train {shown(self.run.recipe)} name=repeated train.resume={resume}"
+        )
 
 
 def print_end(recipe: Recipe, run: RunDirectory) -> None:
@@ -74,7 +74,7 @@ def after_training(recipe: Recipe, run: RunDirectory) -> list[str]:
         )
     commands = _commands(recipe, run, model if model.is_dir() else None, bool(checkpoints))
     lines += advice_lines(summary["advice"]) if summary is not None else []
-    return [*lines, *(["next:"] if commands else []), *(f"  {_COMMAND} {command}" for command in commands)]
+    return [*lines, *(["next:"] if commands else []), *(f"  {command_name()} {command}" for command in commands)]
 
 
 def _commands(recipe: Recipe, run: RunDirectory, model: Path | None, checkpoints: bool) -> list[str]:

@@ -6,9 +6,11 @@ import json
 import time
 from pathlib import Path
 
+from megarl.checkpoint.next_commands import shown
 from megarl.commands.shipped_recipes import recipes_folder
 from megarl.errors import InputError
 from megarl.observe.run_dir import RunDirectory
+from megarl.platform.version_sets import refuse_cuda_builds
 from megarl.preflight.load import load_recipe
 
 DATA = Path("data/quickstart")
@@ -27,6 +29,7 @@ def quickstart(overrides: list[str]) -> Path:
     sft_recipe, rl_recipe = (recipes_folder() / name for name in (SFT_RECIPE, RL_RECIPE))
     rl = load_recipe(rl_recipe, overrides)
     sft = load_recipe(sft_recipe, [f"train.seed={rl.train.seed}"])
+    refuse_cuda_builds()  # before the data: `train` would refuse them only after it
     for recipe in (sft, rl):
         set_aside(Path(recipe.runs_dir) / recipe.name)
     heading(f"1/3  data, tokenizer and a random model in {DATA}/")
@@ -61,5 +64,5 @@ def print_results(run: Path, seconds: float) -> None:
         f"  sampled   {summary['accuracy_before']:.2f} -> {summary['accuracy_after']:.2f}\n"
         f"  greedy    {summary['accuracy_greedy_before']:.2f} -> {summary['accuracy_greedy_after']:.2f}\n"
         f"largest difference of a log-prob between engine and trainer: {float(summary['logprob_gap_max']):.1e}\n"
-        f"{seconds / 60:.1f} minutes; curves, timeline and samples: {run / 'report.html'}"
+        f"{seconds / 60:.1f} minutes; curves, timeline and samples: {shown(run / 'report.html')}"
     )

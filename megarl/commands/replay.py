@@ -13,7 +13,7 @@ from megarl.checkpoint.folder import checkpoint_name
 from megarl.checkpoint.next_commands import shown
 from megarl.checkpoint.run_checkpoints import is_due
 from megarl.commands.child import run_child
-from megarl.errors import as_input_error, spans_of
+from megarl.errors import as_input_error, command_name, spans_of
 from megarl.observe.metrics import read_metrics, without_times
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.replay import no_plan, recipe_file
@@ -157,7 +157,7 @@ def _not_repeated_lines(recorded: RunDirectory, last: Start) -> Iterator[str]:
     )
     for span in filter(None, last.not_repeated):
         text = spans_text(span)
-        yield f"  {text}: python -m megarl replay {shown(recorded.path)} --bundle step.tar --step {span[-1]}"
+        yield f"  {text}: {command_name()} replay {shown(recorded.path)} --bundle step.tar --step {span[-1]}"
 
 
 def first_checkpoint(recorded: RunDirectory, segment: TapeSegment, resume: str) -> Path | None:

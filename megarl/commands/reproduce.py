@@ -17,7 +17,7 @@ from megarl.commands.bundle.modules import named_modules
 from megarl.commands.child import STOP_SECONDS, run_child
 from megarl.commands.replay import check_overrides
 from megarl.commands.replay import differences as metric_differences
-from megarl.errors import as_input_error
+from megarl.errors import as_input_error, command_name
 from megarl.hf import hub
 from megarl.observe.metrics import read_metrics, without_times
 from megarl.observe.run_dir import RunDirectory
@@ -201,4 +201,4 @@ def _metrics_lines(recorded: RunDirectory, target: RunDirectory) -> Iterator[str
         yield f"the metrics of {len(common)} steps are bitwise equal to the run's (times, rates and memory left out)"
     else:
         yield f"{len(differing)} metrics differ, the first: {differing[0]}"
-        yield f"compare the curves: python -m megarl compare {shown(recorded.path)} {shown(target.path)}"
+        yield f"compare the curves: {command_name()} compare {shown(recorded.path)} {shown(target.path)}"

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from megarl.atomic_files import AppendFile, Reserve, write_atomically
+from megarl.errors import command_name
 from megarl.hf import hub
 from megarl.observe.advice.of_run import Adviser
 from megarl.observe.alerts import Alerts
@@ -372,7 +373,7 @@ class RunLog:
         except Exception as error:  # noqa: BLE001 - see above; the warning names the command that tries again
             self.warn(
                 f"report.html could not be written ({type(error).__name__}: {error}). "
-                f"Try again with: python -m megarl report {self.run_dir.path}"
+                f"Try again with: {command_name()} report {self.run_dir.path}"
             )
 
     def _write_summary(self, status: str, error: str | None) -> None:

@@ -6,12 +6,17 @@ The sets of a device kind are in `DeviceKind.sets` (cpu_kind.py, cuda_kind.py, n
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
-from collections.abc import Callable
+import shlex
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
+
+from megarl.errors import NotHereError
 
 
 @dataclass(frozen=True)
@@ -68,21 +73,38 @@ def meets(version: str | None, specifier: str) -> bool:
 
 def cuda_builds(
     version: Callable[[str], str | None] = version_of, architecture: str = platform.machine()
-) -> dict[str, tuple[str, str]]:
-    """Return problem and remedy of each package that was built for CUDA, if the installed torch was built for CPUs.
+) -> dict[str, str]:
+    """Return the problem of each package that was built for CUDA, if the installed torch was built for CPUs.
 
-    transformers and vLLM import these packages wherever they are installed, and then cannot be imported themselves. pip takes
-    CUDA builds from PyPI, on x86_64. version: returns the version of a distribution, as `version_of`.
+    transformers and vLLM import these packages wherever they are installed, and then cannot be imported themselves. pip and uv
+    take CUDA builds from PyPI, on x86_64. version: returns the version of a distribution, as `version_of`.
     """
     torch = version("torch") or ""
     if not torch.endswith("+cpu") or architecture != "x86_64":
         return {}
     installed = {name: version(name) or "" for name in ("torchvision", "torchaudio", "torchcodec")}
     return {
-        name: (
-            f"{name} {number} is a CUDA build, torch {torch} is for CPUs: `import vllm` fails",
-            f"pip uninstall -y {name}, or install its +cpu build from PyTorch's index for CPU wheels",
-        )
+        name: f"{name} {number} is a CUDA build, torch {torch} is for CPUs: `import vllm` fails"
         for name, number in installed.items()
         if number and "+cpu" not in number
     }
+
+
+def cuda_builds_remedy(names: Iterable[str]) -> str:
+    """Return how to remove the packages of `cuda_builds` from the environment of this Python.
+
+    Environments of `uv tool` and `uv venv` have no pip, and a shell's `pip` may be that of another environment.
+    """
+    program = f"{shlex.quote(sys.executable)} -m pip uninstall -y"
+    if importlib.util.find_spec("pip") is None:
+        program = f"uv pip uninstall --python {shlex.quote(sys.executable)}"
+    return f"{program} {' '.join(names)}, or install their +cpu builds from PyTorch's index for CPU wheels"
+
+
+def refuse_cuda_builds() -> None:
+    """Raise NotHereError if packages of `cuda_builds` are installed: commands that import vLLM or the trainer would fail.
+
+    Not with torch-npu, which also needs a torch for CPUs.
+    """
+    if version_of("torch-npu") is None and (builds := cuda_builds()):
+        raise NotHereError("cluster.device", "; ".join(builds.values()), cuda_builds_remedy(builds), value="cpu")

@@ -9,9 +9,8 @@ from megarl.algorithms.correction import rejects
 from megarl.batching.limits import group_size_notice
 from megarl.cluster import trainer_notices
 from megarl.engines.specs import first_specs
-from megarl.errors import NotHereError
 from megarl.observe.webhook import unencrypted_notice
-from megarl.platform.version_sets import cuda_builds
+from megarl.platform.version_sets import refuse_cuda_builds
 from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.derived.at_update import update_notice
 from megarl.recipe.derived.seeded import seeds_notice
@@ -28,9 +27,8 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
     `training`: false for `megarl eval`, which has no trainers. Raises RecipeError for a variable of `cluster.environment`
     that would break a process, and for packages that cannot be imported on a CPU.
     """
-    if not platform.kind.accelerator and (builds := cuda_builds()):
-        problems, remedies = zip(*builds.values(), strict=True)
-        raise NotHereError("cluster.device", "; ".join(problems), "; ".join(remedies), value=platform.kind.name)
+    if not platform.kind.accelerator:
+        refuse_cuda_builds()
     notices = trainer_notices(recipe, platform) if training else []
     if training:
         notices += [

@@ -1,15 +1,17 @@
-"""The checkpoint that a failed run names."""
+"""The checkpoint that a failed run names, and the commands that a finished run names."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from megarl.checkpoint.next_commands import naming_checkpoint
+from megarl.checkpoint.next_commands import after_training, naming_checkpoint
 from megarl.errors import SpoiledWeights
+from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.schema import Recipe
 from tests.support.checkpoint_parts import saver, state
 
@@ -25,3 +27,18 @@ def test_an_error_that_names_a_checkpoint_gets_no_note_on_the_last_one(error: Ex
     assert [note.split(",")[0] for note in notes] == (
         [] if isinstance(error, SpoiledWeights) else ["Last intact checkpoint: step 7"]
     )
+
+
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [("/home/me/.local/bin/megarl", "megarl"), ("/opt/megarl/megarl/__main__.py", "python -m megarl")],
+)
+def test_commands_are_named_as_megarl_was_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, command: str
+) -> None:
+    """After `uv tool install`, the shell's python has no module megarl."""
+    monkeypatch.setattr(sys, "argv", [program, "train", "mine.yaml"])
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory(tmp_path / "runs" / "mine")
+    (run.path / "hf").mkdir(parents=True)
+    assert after_training(Recipe(), run)[-1] == f"  {command} report runs/mine"

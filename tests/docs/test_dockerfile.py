@@ -1,4 +1,4 @@
-"""Dockerfile.npu without building it: its arguments, its sets of versions, and the shell of every step."""
+"""Dockerfile.npu and Dockerfile.cuda without building them: arguments, sets of versions, and the shell of every step."""
 
 import fnmatch
 import json
@@ -17,6 +17,7 @@ from tests.support.cluster_workers import ROOT
 
 BASH = shutil.which("bash")
 TEXT = Path(ROOT, "Dockerfile.npu").read_text()
+DOCKERFILES = sorted(Path(ROOT).glob("Dockerfile.*"))
 FILES = sorted(Path(ROOT, "launch/npu_versions").glob("cann-*.env"))
 NPU_SETS = {chosen.system["CANN"].lower(): chosen for chosen in SETS if chosen.device == "npu"}
 # Names of a file's variables in the doctor's table.
@@ -33,14 +34,14 @@ PACKAGES = {
 FOR_THE_READER = {"PYTHON", "VLLM_ASCEND", "MEGATRON"}  # no step needs them: a commit, or the base image, decides
 
 
-def instructions() -> list[tuple[str, str]]:
+def instructions(text: str) -> list[tuple[str, str]]:
     """Name and arguments of each instruction, without comments and with lines joined as Docker joins them."""
-    lines = [line for line in TEXT.splitlines() if not line.lstrip().startswith("#")]
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n", "", "\n".join(lines))
     return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
 
 
-INSTRUCTIONS = instructions()
+INSTRUCTIONS = instructions(TEXT)
 STEPS = [arguments for name, arguments in INSTRUCTIONS if name == "RUN"]
 
 
@@ -89,11 +90,13 @@ def test_an_unknown_value_ends_the_build_with_a_message(arguments, message):
     assert not done.stdout
 
 
-def test_every_argument_is_used():
-    for name, arguments in INSTRUCTIONS:
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_every_argument_is_used(file):
+    text = file.read_text()
+    for name, arguments in instructions(text):
         if name == "ARG":
             variable = arguments.split("=")[0]
-            assert f"${{{variable}" in TEXT or variable == "PIP_INDEX_URL", arguments  # pip reads this one
+            assert f"${{{variable}" in text or variable == "PIP_INDEX_URL", arguments  # pip reads this one
 
 
 def by_cann(cann: str) -> Path:
@@ -120,10 +123,13 @@ def test_the_versions_are_within_the_doctors_sets(file):
         assert re.fullmatch("[0-9a-f]{40}", have[name])
 
 
-@pytest.mark.parametrize("step", STEPS, ids=range(len(STEPS)))
-def test_every_step_is_bash(step):
-    done = subprocess.run([BASH, "-n", "-c", step], capture_output=True, text=True, timeout=20)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_every_step_is_bash(file):
+    steps = [arguments for name, arguments in instructions(file.read_text()) if name == "RUN"]
+    assert len(steps) >= 5
+    for step in steps:
+        done = subprocess.run([BASH, "-n", "-c", step], capture_output=True, text=True, timeout=20)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("machine", "soc"), [("a2", "ascend910b1"), ("a3", "ascend910_9391")])
@@ -150,7 +156,7 @@ def hadolint(*files: Path) -> list[dict[str, object]]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("file", sorted(Path(ROOT).glob("Dockerfile*")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
 def test_hadolint_reports_nothing(file):
     """Every rule that a line breaks on purpose is named there (`# hadolint ignore=`)."""
     assert hadolint(file) == []
@@ -213,10 +219,17 @@ def test_the_last_step_removes_plain_triton():
     assert bash(check + " <<< 'triton-ascend==3.2.2'").returncode == 0
 
 
-def test_copied_files_exist():
-    for name, arguments in INSTRUCTIONS:
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_copied_and_installed_files_exist(file):
+    """Also what pip installs from: a file of requirements below /opt/ is one that an earlier step copied."""
+    copied = set()
+    for name, arguments in instructions(file.read_text()):
         if name == "COPY":
-            assert all(Path(ROOT, source).exists() for source in arguments.split()[:-1]), arguments
+            *sources, target = arguments.split()
+            copied |= {f"{target}{Path(source).name}" for source in sources if target.endswith("/")}
+            assert all(Path(ROOT, source).exists() for source in sources), arguments
+        if name == "RUN":
+            assert set(re.findall(r"-r (/opt/\S+?)[;\s]", arguments + " ")) <= copied, arguments
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from megarl.commands.bundle.modules import function_files, local_files
 from megarl.commands.bundle.recipe import bundled_recipe
 from megarl.commands.replay import first_checkpoint
 from megarl.engines.tape import Record, read_segments
-from megarl.errors import pluralize
+from megarl.errors import command_name, pluralize
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.replay import recipe_file
 from megarl.recipe.data import files_of
@@ -88,7 +88,7 @@ def pack(run: Path, file: Path, step: int | None) -> None:
             "name a file on another disk (--bundle)"
         )
     _write(file, members)
-    print(f"wrote {file}. Repeat it with: python -m megarl replay {file.name}")
+    print(f"wrote {file}. Repeat it with: {command_name()} replay {file.name}")
 
 
 def contents_of(recorded: RunDirectory, choice: BundledStep) -> tuple[Description, list[Member]]:

@@ -13,7 +13,7 @@ from megarl.commands.doctor.machine import Machine
 from megarl.commands.doctor.platform_detection import platform_of, torch_sees
 from megarl.commands.doctor.versions import MINIMUM_VERSIONS, PYTHON, nearest_set
 from megarl.platform.kinds import KINDS
-from megarl.platform.version_sets import cuda_builds, meets
+from megarl.platform.version_sets import cuda_builds, cuda_builds_remedy, meets
 
 _IMPORT_SECONDS = 120.0
 # The imports of trainers and engines. They run in child processes.
@@ -87,8 +87,8 @@ def pairs(machine: Machine, needs: Needs) -> Iterator[Finding]:
                 f"{both.wrong} {unwanted} is installed with {both.right} {expected}: {both.why}",
                 f"pip uninstall -y {both.wrong} {both.right}, then install {both.right} again with --no-deps, because it depends on {both.wrong}",
             )
-    for problem, remedy in cuda_builds(machine.version, machine.arch).values():
-        yield fail(problem, remedy)
+    if builds := cuda_builds(machine.version, machine.arch):
+        yield fail("; ".join(builds.values()), cuda_builds_remedy(builds))
 
 
 @check("imports", "the modules of a trainer and an engine can be imported", seconds=_IMPORT_SECONDS + 15)

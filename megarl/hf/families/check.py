@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megarl.errors import command_name
 from megarl.hf.config import text_fields
 from megarl.hf.families import family_of
 from megarl.hf.families.family import Family
@@ -87,7 +88,7 @@ def _weight_faults(config: dict[str, Any]) -> Iterator[str]:
             method_name = method.get("quant_method", "an unnamed method") if isinstance(method, dict) else method
             blocks = method_name == "mxfp4" or (method_name == "fp8" and method.get("weight_block_size"))
             remedy = (
-                "Convert them first: python -m megarl convert-weights FOLDER --out FOLDER-BF16, and name that in the recipe"
+                f"Convert them first: {command_name()} convert-weights FOLDER --out FOLDER-BF16, and name that in the recipe"
                 if blocks
                 else f"Take the unquantized model, or convert it to bfloat16 and remove {name} from config.json"
             )

@@ -17,6 +17,7 @@ from typing import Any
 
 from megarl.commands.plan.count.workload import Workload
 from megarl.engines.base import EngineSpec
+from megarl.platform.version_sets import refuse_cuda_builds
 from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
 
@@ -67,7 +68,8 @@ class EngineRequest:
 class RankClient:
     """A counting process that stays alive between requests, so that its slow imports run once. Thread-safe.
 
-    The first request starts the process. Leaving the context ends it, also with requests in flight.
+    The first request starts the process. Leaving the context ends it, also with requests in flight. Entering it raises
+    NotHereError if packages are installed with which the process could not import vLLM and transformers.
     """
 
     def __init__(self, processes: int = 2, child: str = TRAINERS) -> None:
@@ -80,6 +82,7 @@ class RankClient:
         self._lock, self._asked, self._over = threading.Lock(), 0, False
 
     def __enter__(self) -> RankClient:
+        refuse_cuda_builds()
         return self
 
     def __exit__(self, *_: Any) -> None:
