@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from megarl.cluster.ray.signals import ray_get
 # a critic trainer and an engine. Ray does not enforce it.
 SHARE = 0.3
 _RESERVE_SECONDS = 60.0
+_ASK_SECONDS = 1.0
 
 
 CreateGroup = Callable[[list[dict[str, float]], list[dict[str, str]]], PlacementGroup]
@@ -301,9 +303,23 @@ def rank_environments(devices: list[ReservedDevice], master_port: int) -> list[d
     return environments
 
 
-def is_alive(node_id: str) -> bool:
-    """Return whether Ray lists a machine as alive. Ray notices a loss after some seconds."""
-    return any(node["NodeID"] == node_id for node in living_nodes())
+class LivingNodes:
+    """Answers whether machines are alive, with at most one question to Ray in a second while they are.
+
+    Callers ask for each process that starts, several times a second, and Ray notices a loss only after some seconds.
+    """
+
+    def __init__(self) -> None:
+        self._ids, self._asked = frozenset[str](), -math.inf
+
+    def __call__(self, node_id: str) -> bool:
+        """Return whether Ray lists the machine with this id as alive: a second ago at most, or now if the answer is no."""
+        if node_id not in self._ids or time.monotonic() - self._asked >= _ASK_SECONDS:
+            self._ids, self._asked = frozenset(node["NodeID"] for node in living_nodes()), time.monotonic()
+        return node_id in self._ids
+
+
+is_alive = LivingNodes()
 
 
 def node_with(resource: str) -> str | None:
