@@ -35,8 +35,10 @@ def redirect_output(log: str, name: str) -> None:
     # New objects: the present sys.stdout may write to another file, or buffer whole blocks.
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-    print(f"{HEADER} {name}, pid {os.getpid()} on {host_name()}, {time.strftime('%Y-%m-%d %H:%M:%S')} ===")
-    print("\n".join(version_lines()))
+    started = f"{name}, pid {os.getpid()} on {host_name()}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    print(
+        f"{HEADER} {'; '.join([started, *version_lines()])} ==="
+    )  # one line, which messages about a failure leave out
     faulthandler.enable(file=sys.stderr)  # a crash in native code writes its Python stack here
 
 

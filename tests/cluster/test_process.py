@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from megarl.cluster.base import host_name
-from megarl.cluster.failures import HEADER
+from megarl.cluster.failures import HEADER, log_tail
 from megarl.platform.installed import version_lines
 
 WRITE = """
@@ -29,8 +29,13 @@ def test_each_start_writes_the_process_and_its_versions(tmp_path: Path) -> None:
             assert process.wait() == 0
             pids.append(process.pid)
     lines = log.read_text().splitlines()
-    heads = [line for line in lines if line.startswith(HEADER)]
-    names = [f"{HEADER} trainer rank 3, pid {pid} on {host_name()}," for pid in pids]
-    assert [head.startswith(name) for head, name in zip(heads, names, strict=True)] == [True, True]
-    assert lines[1:4] == [*version_lines(), "a line"] and lines[5:] == lines[1:4]
-    assert lines[1].startswith("megarl 0.") and "torch " in lines[2]
+    assert lines[1::2] == ["a line", "a line"]
+    for head, pid in zip(lines[::2], pids, strict=True):
+        assert head.startswith(f"{HEADER} trainer rank 3, pid {pid} on {host_name()}, 20")
+        assert head.endswith("; ".join(["", *version_lines()]) + " ===") and "megarl 0." in head and "torch " in head
+
+
+def test_messages_about_a_failure_have_the_output_without_the_first_line(tmp_path: Path) -> None:
+    log = tmp_path / "trainer-3.log"
+    subprocess.run([sys.executable, "-c", WRITE, str(log)], check=True)
+    assert log_tail(str(log)) == "  a line"
