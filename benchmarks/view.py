@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from megarl.observe.log import RunLog
@@ -58,18 +57,14 @@ def followed(browser: Chromium, log: RunLog) -> float:
     return browser.wait_for(f"document.querySelector('.facts').textContent.includes('{step} of')")
 
 
-def writing(log: RunLog) -> Callable[[], float]:
-    """Return a function that records the tokens of two long samples, and returns its CPU seconds."""
-
-    def write() -> float:
-        values = {name: [-0.123456789] * TOKENS for name in ("rollout_log_probs", "old_log_probs", "log_probs")}
-        values |= {"mask": [1] * TOKENS, "advantages": [0.5] * TOKENS, "entropy": [0.987654321] * TOKENS}
-        record = {"tokens": ["token"] * TOKENS, "values": values | {"versions": [7] * TOKENS}}
-        began = time.process_time()
-        log.tokens(log.next_step, [{"group": 0, "index": index, **record} for index in range(2)])
-        return time.process_time() - began
-
-    return write
+def write_tokens(log: RunLog) -> float:
+    """Record the tokens of two long samples, and return the CPU seconds."""
+    values = {name: [-0.123456789] * TOKENS for name in ("rollout_log_probs", "old_log_probs", "log_probs")}
+    values |= {"mask": [1] * TOKENS, "advantages": [0.5] * TOKENS, "entropy": [0.987654321] * TOKENS}
+    record = {"tokens": ["token"] * TOKENS, "values": values | {"versions": [7] * TOKENS}}
+    began = time.process_time()
+    log.tokens(log.next_step, [{"group": 0, "index": index, **record} for index in range(2)])
+    return time.process_time() - began
 
 
 def measure(folder: Path, steps: int, samples: int, rounds: int) -> None:
@@ -94,7 +89,7 @@ def measure(folder: Path, steps: int, samples: int, rounds: int) -> None:
             time.sleep(FOLLOWED_SECONDS)
             share = (cpu_seconds(server.pid) - used) / FOLLOWED_SECONDS
             print(f"| follow, share of a core | | | {share:.4f} |")
-            seconds = [writing(log)() for _ in range(rounds)]
+            seconds = [write_tokens(log) for _ in range(rounds)]
             print(row("write the tokens of a step", seconds, seconds))
         finally:
             browser.close()

@@ -1,7 +1,7 @@
 """Compare a sharded weight sync with a full export, on the same trainers and the same engine.
 
     python -m benchmarks.weight_sync [--layout TP2xPP2|EP4] [--engine TP2|EP2] [--transport auto|collective] [--parameters 224]
-    python -m benchmarks.weight_sync --parameters 1000 --dtype bfloat16  # 22 GB of memory
+    python -m benchmarks.weight_sync --parameters 1000 --dtype bfloat16  # 14 GB of memory
     python -m benchmarks.weight_sync --fingerprints 60 ...  # cost of fingerprints: 60 updates with and 60 without them
 
 The full route (`weight_sync.route: full`) is mbridge's export on all ranks, rank 0's shared memory, and vLLM's

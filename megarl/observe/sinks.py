@@ -122,9 +122,8 @@ class MlflowSink:
 
     def __init__(self, recipe: Recipe, run_dir: RunDirectory) -> None:
         self._mlflow = _tracker_package("mlflow")
-        os.environ.setdefault(
-            "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3"
-        )  # its default of 7 holds a step up for over 4 minutes
+        # Its default of 7 retries holds a step up for over 4 minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         self._mlflow.set_experiment(recipe.observe.project)
         earlier_id = _tracker_id(run_dir, "mlflow")
         run = self._mlflow.start_run(run_id=earlier_id) if earlier_id else self._mlflow.start_run(run_name=recipe.name)

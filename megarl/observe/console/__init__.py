@@ -25,9 +25,8 @@ def make_console(
     auto: live on a terminal, otherwise plain. run: the run's directory, for the events of ``json``; None: runs_dir/name.
     """
     stream = stream or output()
-    if isinstance(
-        stream, io.TextIOWrapper
-    ):  # half a surrogate pair in a sample, or another encoding, must not end the run
+    # Half a surrogate pair in a sample, or another encoding, must not end the run.
+    if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
     kind = recipe.observe.console
     if kind == "json":
