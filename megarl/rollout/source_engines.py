@@ -26,12 +26,7 @@ from megarl.engines.tape import Record
 from megarl.recipe.derived.at_update import is_continuous, update_rule, window_groups
 from megarl.recipe.schema import Recipe
 from megarl.rollout.admission import Admission, AdmissionState
-from megarl.rollout.begun_groups import (
-    BegunGroups,
-    cannot_continue_groups,
-    copy_in_time,
-    copy_partials,
-)
+from megarl.rollout.begun_groups import BegunGroups, cannot_continue_groups, copy_in_time, copy_partials
 from megarl.rollout.dispatch import Dispatch, Finishing
 from megarl.rollout.engine_handle import SamplingEngine
 from megarl.rollout.fleet.fleet import Fleet
@@ -220,9 +215,15 @@ class EnginesSource:
 
     def _await_turn(self, record: Record) -> None:
         """Wait until `record` is the next on a replayed tape, and write it. Without a replay: write it."""
-        if not self._arrivals.may_take(record):
-            self._wait(lambda: self._arrivals.may_take(record))
+        if not self._is_turn(record):
+            self._wait(lambda: self._is_turn(record))
         self._arrivals.took(record)
+
+    def _is_turn(self, record: Record) -> bool:
+        if self._arrivals.may_take(record):
+            return True
+        self._handle_due()  # groups that waited behind a save that the replay leaves out
+        return self._arrivals.may_take(record)
 
     def _copy_partials(self, interrupted: bool) -> dict[int, tuple[Partial, ...]]:
         """Return the samples so far of each group, for `state`.
