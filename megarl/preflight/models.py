@@ -78,7 +78,7 @@ def config_of(path: str, recipe: Path, key: str = POLICY, name: str | None = Non
             f"the directory does not exist (working directory: {Path.cwd()}), and neither its name nor the recipe's head names "
             "a published model",
             "make the model first; or name a published model in an option of the command or in a line "
-            f"`# Shape{'' if key == POLICY else f' of {key}'}: NAME` of the recipe: {', '.join(published.names())}",
+            f"`# Shape{'' if key == POLICY else f' of {key}'}: NAME` of the recipe, such as {published.similar(path)}",
             value=path,
         )
     try:

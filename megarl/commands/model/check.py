@@ -86,8 +86,8 @@ def read_config(model: str) -> ReadModel:
     name = hub.model_name(model)
     if name is None:
         raise ValueError(
-            f"{model} is neither a folder with a config.json, nor a name on the hub (OWNER/NAME), nor one of "
-            f"{', '.join(published.names())}"
+            f"{model} is neither a folder with a config.json, nor a name on the hub (OWNER/NAME), nor a model whose "
+            f"config.json megarl has, such as {published.similar(model)}"
         )
     folder = hub.config_folder(name)
     return ReadModel(_config_in(folder), folder, *hub.weights_fault(name))

@@ -6,11 +6,10 @@ config.json that describe the model, without `quantization_config`, as after con
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
-
-from megarl.registry import nearest
 
 _FOLDER = Path(__file__).parent
 
@@ -23,7 +22,13 @@ def names() -> list[str]:
 def read(name: str) -> dict[str, Any]:
     """Read the config.json of the model `name`, e.g. "Qwen3-8B". ValueError if it is not in this folder."""
     if name not in names():
-        near = nearest(name, names())
-        hint = f" Nearest: {near}." if near else ""
-        raise ValueError(f"the config.json of {name!r} is not kept in {_FOLDER.name}.{hint}")
+        raise ValueError(f"megarl has no config.json of {name!r}, only of models such as {similar(name)}")
     return dict(json.loads((_FOLDER / name / "config.json").read_text()))
+
+
+def similar(text: str) -> str:
+    """Return the three names that are most like `text`, and where the others are, for a message."""
+    last = Path(text).name.lower()
+    lowered = {name.lower(): name for name in names()}
+    near = [lowered[name] for name in difflib.get_close_matches(last, lowered, n=3, cutoff=0.0)]
+    return f"{', '.join(near)} ({_FOLDER / 'sources.md'} lists all)"

@@ -142,6 +142,12 @@ def test_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: 
     assert status == 2 and words in text
 
 
+def test_a_name_that_is_nearly_right(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = run(capsys, "qwen3-30b-a3")
+    assert status == 2 and "such as Qwen3-30B-A3B, " in text and "sources.md lists all" in text
+    assert len(text) < 400, "not the names of all models"
+
+
 def test_it_imports_neither_torch_nor_megatron() -> None:
     code = (
         "import sys; from megarl.commands.model.check import check_model_of; check_model_of('Qwen3-8B', as_json=True);"
