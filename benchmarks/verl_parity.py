@@ -38,7 +38,7 @@ from megarl.commands.convert_verl.shell.values import ScriptContext, without_abs
 from megarl.commands.convert_verl.table import RL, TRAINER
 from megarl.errors import InputError
 from megarl.preflight.load import load_recipe
-from megarl.recipe.load import OPEN, flat_settings, to_yaml
+from megarl.recipe.load import OPEN, flat_settings, settings_of
 from megarl.recipe.schema import Recipe
 
 _CONFIGS = {
@@ -341,7 +341,7 @@ def parity(hydra: str, verl: Path, script: Path) -> list[Difference] | str:
         stand_in = stand_ins(
             {**flat, **{f"reward.arguments.{name}": value for name, value in flat.get("reward.arguments", {}).items()}}
         )
-        recipe = flat_settings(to_yaml(load_recipe(path, [f"{key}={value}" for key, value in stand_in.items()])))
+        recipe = settings_of(load_recipe(path, [f"{key}={value}" for key, value in stand_in.items()]))
     recipe |= dict.fromkeys(stand_in, OPEN)
     script_options = {word.lstrip("+").partition("=")[0] for word in words}
     return list(differences(options, script_options, recipe, converted.notes))

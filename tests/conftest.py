@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from pathlib import Path
 
@@ -31,6 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     stack = {item.path for item in items if item.get_closest_marker("stack")}
     longest = {ROOT / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (longest.get(item.path, len(LONGEST)), item.path not in stack))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the objects of all tests from garbage collections: a full one would take a second, and runs have one after each step."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from megarl.preflight.load import load_recipe
 from megarl.recipe.header import shape_of
-from megarl.recipe.load import flat_settings, to_yaml
+from megarl.recipe.load import settings_of
 from megarl.recipe.schema import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "docs" / "rehearsed.json"
 NOT_RUN, REFUSED = "not run", "refused"
-_DEFAULTS = flat_settings(to_yaml(Recipe()))
+_DEFAULTS = settings_of(Recipe())
 
 HEAD = """
 ## Planned and rehearsed
@@ -69,9 +69,7 @@ def digest_of(path: Path) -> str:
 
     It does not depend on which base file sets a value, or on the values of the defaults.
     """
-    settings = {
-        key: value for key, value in flat_settings(to_yaml(load_recipe(path))).items() if _DEFAULTS[key] != value
-    }
+    settings = {key: value for key, value in settings_of(load_recipe(path)).items() if _DEFAULTS[key] != value}
     text = json.dumps([settings, shape_of(path)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

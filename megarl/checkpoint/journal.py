@@ -23,7 +23,7 @@ from megarl.checkpoint.folder import begin, checkpoint_name, checkpoint_step, co
 from megarl.checkpoint.kept_batches import KeptBatches
 from megarl.checkpoint.manifest import find_damage
 from megarl.errors import plain
-from megarl.recipe.load import flat_settings, to_yaml
+from megarl.recipe.load import settings_of
 from megarl.recipe.schema import Recipe
 
 _STATES = 2  # that are kept: the second is used if the first is damaged
@@ -43,7 +43,7 @@ _SPLIT = re.compile(
 
 def training_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that decide the result of training on a kept batch, and how it is split."""
-    settings = flat_settings(to_yaml(recipe))
+    settings = settings_of(recipe)
     return {key: value for key, value in settings.items() if key.startswith(_TRAINING) or _is_split(key)}
 
 

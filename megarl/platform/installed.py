@@ -178,9 +178,9 @@ def full_collections_between_steps() -> Iterator[Callable[[], object]]:
     A full collection visits every object that may be in a cycle. Python starts one when these objects have grown by a quarter, which
     thousands of groups do several times in a step. Young objects are collected as before. Under torchrun, rank 0 trains in the same
     process, so its old cycles also wait for the end of the step. Objects from before the block are exempted until its end
-    (`gc.freeze`); then all are collected again, those of `paused_collector` too.
+    (`gc.freeze`); for good if others are already, as after `paused_collector`: Python can only end the exemption of all.
     """
-    thresholds = gc.get_threshold()
+    thresholds, frozen_before = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     gc.set_threshold(*thresholds[:2], _NEVER)
@@ -188,4 +188,5 @@ def full_collections_between_steps() -> Iterator[Callable[[], object]]:
         yield gc.collect
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        if not frozen_before:
+            gc.unfreeze()

@@ -13,7 +13,7 @@ from megarl.errors import RecipeError, plain
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.run_directory import RunPlace, is_own_checkpoint
 from megarl.recipe.derived.at_update import is_continuous
-from megarl.recipe.load import flat_settings, read_recipe, to_yaml
+from megarl.recipe.load import flat_settings, read_recipe, settings_of, to_yaml
 from megarl.recipe.schema import Recipe
 from megarl.rollout.tape import (
     TAPE_FORMAT,
@@ -168,8 +168,8 @@ def _without_paths(identity: Mapping[str, Any]) -> dict[str, Any]:
 def _differences(recorded: Path, recipe: Recipe) -> list[str]:
     """Return the settings that differ from a recorded recipe, with both values. An older recipe may lack new settings, which
     then had their defaults."""
-    now = flat_settings(to_yaml(recipe))
-    before = flat_settings(to_yaml(Recipe())) | flat_settings(recorded.read_text())
+    now = settings_of(recipe)
+    before = settings_of(Recipe()) | flat_settings(recorded.read_text())
     return [
         f"{key} {plain(before.get(key))} -> {plain(value)}"
         for key, value in now.items()

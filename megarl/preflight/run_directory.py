@@ -20,7 +20,7 @@ from megarl.errors import NotHereError, RecipeError, plain, raise_all
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.derived.weight_sync_route import weights_directory
-from megarl.recipe.load import flat_settings, to_yaml
+from megarl.recipe.load import flat_settings, settings_of
 from megarl.recipe.schema import Recipe
 
 LEAST_FREE_BYTES = 64 << 20
@@ -184,7 +184,7 @@ def _changed_settings(directory: RunDirectory, recipe: Recipe) -> list[str]:
     except yaml.YAMLError as error:
         cause = " ".join(str(error).split())
         return [f"{directory.recipe} is damaged, so settings that changed since the last start are unknown: {cause}"]
-    now = flat_settings(to_yaml(recipe))
+    now = settings_of(recipe)
     changed = [key for key in now if key in before and before[key] != now[key] and key != "train.resume"]
     if not changed:
         return []

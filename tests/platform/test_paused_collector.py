@@ -27,10 +27,13 @@ def cycle() -> weakref.ref[Node]:
 
 
 @pytest.fixture(autouse=True)
-def unfreeze():
-    yield
+def unfrozen():
+    """Without the exemptions of other tests' objects, which are exempt again afterwards (tests/conftest.py)."""
     gc.unfreeze()
+    yield
     gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 def test_block_runs_without_collector_and_later_garbage_is_collected():
@@ -113,6 +116,14 @@ def test_full_collections_happen_only_between_steps():
         assert full_collections(collect_garbage) == 1 and not any(each() for each in garbage)
     assert gc.get_threshold() == thresholds and not gc.get_freeze_count()
     assert full_collections(step) > 0
+
+
+def test_objects_that_were_exempt_before_stay_exempt():
+    with paused_collector():
+        held = [Node() for _ in range(1000)]
+    with full_collections_between_steps():
+        pass
+    assert gc.get_freeze_count() >= len(held)
 
 
 def test_collector_is_as_before_after_an_error():

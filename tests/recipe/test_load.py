@@ -9,7 +9,7 @@ import pytest
 from megarl.preflight.load import load_recipe
 from megarl.recipe import RecipeError, to_yaml
 from megarl.recipe.derived.offload import offloads
-from megarl.recipe.load import all_keys
+from megarl.recipe.load import all_keys, flat_settings, settings_of
 from megarl.recipe.schema import Recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -208,6 +208,14 @@ def test_every_key_is_documented() -> None:
 )
 def test_shipped_recipes_load(path: Path) -> None:
     load_recipe(path)
+
+
+@pytest.mark.parametrize("name", ["quickstart.yaml", "tiny/on_policy_distillation.yaml", "retool.yaml"])
+def test_settings_are_those_of_the_recipes_text(name: str) -> None:
+    """A resume compares the settings of its recipe with those of the recorded text."""
+    collector = ["observe.otlp.url=http://127.0.0.1:4318", "observe.otlp.headers={Authorization: TOKEN}"]
+    recipe = load_recipe(RECIPES / name, [*collector, "actor.optimizer.lr=1e-6"])
+    assert settings_of(recipe) == flat_settings(to_yaml(recipe))
 
 
 def test_a_boolean_is_not_a_number(folder: Path) -> None:

@@ -53,7 +53,6 @@ def make_mortal(monkeypatch: pytest.MonkeyPatch) -> None:
 
     recipes = dict[str, Recipe]()
     monkeypatch.setattr("megarl.observe.log.to_yaml", cached_yaml)
-    monkeypatch.setattr("megarl.preflight.run_directory.to_yaml", cached_yaml)
     for place, name in MORTAL:
         monkeypatch.setattr(place, name, mortal(getattr(place, name), name))
 

@@ -84,7 +84,6 @@ class Source:
 
     def __init__(self, without: tuple[int, ...] = ()) -> None:
         self.without, self.taken, self.alive = without, 0, lambda: None
-        gc.freeze()  # after thousands of tests, a collection of their objects would take a second in every step
 
     def take(self, count: int) -> Batch:
         self.taken += 1

@@ -38,7 +38,7 @@ from megarl.megatron.layout import check_layout
 from megarl.preflight.load import load_recipe
 from megarl.preflight.recipe.megatron_extra import refusal_of_extra
 from megarl.recipe.derived.megatron_ddp import refusal_of_ddp
-from megarl.recipe.load import OPEN, flat_settings, to_yaml
+from megarl.recipe.load import OPEN, settings_of
 from megarl.recipe.schema import Recipe
 from megarl.registry import did_you_mean
 
@@ -286,7 +286,7 @@ def _note_model(conversion: Conversion) -> None:
 
 def _recipe(conversion: Conversion, source: str) -> str:
     """Return the recipe as YAML, without settings that equal megarl's defaults. Raises InputError if it does not load."""
-    defaults = flat_settings(to_yaml(Recipe()))
+    defaults = settings_of(Recipe())
     loss = str(conversion.settings.get("algorithm.loss", "ppo_clip"))
     if loss in LOSSES:  # otherwise `_load` raises
         defaults |= {f"algorithm.{name}": value for name, value in LOSSES[loss].defaults.items()}

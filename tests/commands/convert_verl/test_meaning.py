@@ -15,7 +15,7 @@ from megarl.commands.convert_verl.sft import SFT
 from megarl.commands.convert_verl.table import RL, TRAINER
 from megarl.errors import InputError
 from megarl.preflight.recipe.data import COLUMNS
-from megarl.recipe.load import flat_settings, to_yaml
+from megarl.recipe.load import settings_of
 from megarl.recipe.schema import Recipe
 from tests.commands.convert_verl.test_convert import GRPO, settings
 
@@ -112,7 +112,7 @@ class TestMeaning:
 
     def test_every_key_of_the_table_is_a_key_of_recipes(self) -> None:
         """A renamed key of a recipe must be renamed in the table."""
-        keys = flat_settings(to_yaml(Recipe())).keys()
+        keys = settings_of(Recipe()).keys()
 
         def exists(key: str) -> bool:
             fields = (

@@ -12,7 +12,7 @@ from megarl.commands.plan.time.lengths import Lengths
 from megarl.hf.shape import ModelShape
 from megarl.observe.json_lines import read_lines
 from megarl.observe.run_dir import RunDirectory
-from megarl.recipe.load import flat_settings, to_yaml
+from megarl.recipe.load import flat_settings, settings_of
 from megarl.recipe.schema import Recipe
 
 FIRST = 2  # steps at the begin of a session that are left out: they compile, allocate and connect
@@ -68,7 +68,7 @@ def read_run(path: Path, recipe: Recipe, shape: ModelShape) -> Measured:
 
 
 def _check_recipe(run_dir: RunDirectory, recipe: Recipe) -> None:
-    theirs, ours = flat_settings(run_dir.recipe.read_text(encoding="utf-8")), flat_settings(to_yaml(recipe))
+    theirs, ours = flat_settings(run_dir.recipe.read_text(encoding="utf-8")), settings_of(recipe)
     keys = [key for key in sorted({*theirs, *ours}) if not key.startswith(_INDIFFERENT)]
     different = [key for key in keys if theirs.get(key) != ours.get(key)]
     if different:
