@@ -56,7 +56,7 @@ class ControllersProcesses:
 
     def start(self, kind: str, name: str, options: dict[str, Any], args: tuple[Any, ...] = ()) -> Any:
         """Start an actor of `KINDS`, and return it."""
-        return ray.remote(KINDS[kind]).options(**options).remote(*args)
+        return KINDS[kind].options(**options).remote(*args)
 
     def take_trainers(self, names: Sequence[str], settings: str) -> list[KeptWorker]:
         """Return no trainer: an earlier controller's trainers have ended with it."""
