@@ -23,6 +23,8 @@ LONGEST = (  # files of minutes, the longest first
     "tests/megatron/test_layouts.py",
     "tests/runs/test_train.py",
     "tests/commands/accept/test_processes.py",
+    "tests/test_journal.py",
+    "tests/test_rollbacks.py",
 )
 
 
