@@ -31,4 +31,4 @@ def similar(text: str) -> str:
     last = Path(text).name.lower()
     lowered = {name.lower(): name for name in names()}
     near = [lowered[name] for name in difflib.get_close_matches(last, lowered, n=3, cutoff=0.0)]
-    return f"{', '.join(near)} ({_FOLDER / 'sources.md'} lists all)"
+    return f"{', '.join(near)} ({_FOLDER} has a folder for each)"

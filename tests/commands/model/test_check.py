@@ -144,7 +144,7 @@ def test_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: 
 
 def test_a_name_that_is_nearly_right(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = run(capsys, "qwen3-30b-a3")
-    assert status == 2 and "such as Qwen3-30B-A3B, " in text and "sources.md lists all" in text
+    assert status == 2 and "such as Qwen3-30B-A3B, " in text and "published has a folder for each" in text
     assert len(text) < 400, "not the names of all models"
 
 
