@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def play(
     source: EnginesSource, order: random.Random, saves: tuple[int, ...] = (3, 6), update: float = 0.0
 ) -> tuple[list[Any], list[Any]]:
     """Take all batches as the loop does; returns the numbers of each batch, and the saved states without their groups.
-    update: seconds between a batch, and a save if any, and the next version."""
+    update: seconds that the training on a batch takes."""
     batches, states = [], []
     for step in range(1, STEPS + 1):
         source.admit(step - 1)
@@ -129,8 +129,8 @@ def test_a_replay_repeats_batches_engines_and_saved_states(tmp_path: Path) -> No
         folder = tmp_path / f"replay{seed}"
         again, repeated_states, repeated_waves = played(folder, seed, plan, tmp_path / "recorded")
         assert again == batches and repeated_states == states
-        assert [list(itertools.chain(*of_engine)) for of_engine in repeated_waves] == [
-            list(itertools.chain(*of_engine)) for of_engine in waves
+        assert [list(chain(*of_engine)) for of_engine in repeated_waves] == [
+            list(chain(*of_engine)) for of_engine in waves
         ]
         assert (folder / "controller.jsonl").read_bytes() == (tmp_path / "recorded" / "controller.jsonl").read_bytes()
 
@@ -171,9 +171,7 @@ def test_a_replay_with_finish_repeats_engines_and_the_order_of_their_loads(tmp_p
         assert again == batches
         for service, recorded in zip(repeated, loads, strict=True):  # the last load may not end before the run
             assert len(service.loads) >= len(recorded) - 1 and service.loads == recorded[: len(service.loads)]
-        assert [list(itertools.chain(*service.waves)) for service in repeated] == [
-            list(itertools.chain(*each)) for each in waves
-        ]
+        assert [list(chain(*service.waves)) for service in repeated] == [list(chain(*each)) for each in waves]
 
 
 def test_other_moments_give_other_engines_with_finish(tmp_path: Path) -> None:
@@ -182,7 +180,7 @@ def test_other_moments_give_other_engines_with_finish(tmp_path: Path) -> None:
     for seed in range(3):
         (tmp_path / str(seed)).mkdir()
         _, services = finished(tmp_path / str(seed) / "run", seed)
-        runs.append([list(itertools.chain(*service.waves)) for service in services])
+        runs.append([list(chain(*service.waves)) for service in services])
     assert any(run != runs[0] for run in runs)
 
 
@@ -221,7 +219,7 @@ def test_a_replay_may_leave_saves_out(tmp_path: Path) -> None:
     batches, _, _ = played(tmp_path / "recorded", seed=1, saves=tuple(range(1, STEPS)), update=0.04)
     (plan,) = history(segments_of(tmp_path / "recorded"))
     records = plan.segment.records
-    assert any("saved" in record and "group" in after for record, after in itertools.pairwise(records))
+    assert any("saved" in record and "group" in after for record, after in pairwise(records))
     again, _, _ = played(tmp_path / "replay", 2, plan, tmp_path / "recorded", saves=(), update=0.04)
     assert again == batches
 
@@ -230,7 +228,7 @@ def test_a_replay_may_save_where_the_recorded_run_did_not(tmp_path: Path) -> Non
     batches, _, _ = played(tmp_path / "recorded", seed=1)
     (plan,) = history(segments_of(tmp_path / "recorded"))
     again, states, _ = played(tmp_path / "replay", 2, plan, tmp_path / "recorded", saves=(5,))
-    assert again == batches and len(states) == 1
+    assert again == batches and len(states) == 1, "a save that was not recorded has no place to wait for"
 
 
 def test_a_group_with_another_reward_ends_the_replay(tmp_path: Path) -> None:
