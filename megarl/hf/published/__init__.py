@@ -22,13 +22,14 @@ def names() -> list[str]:
 def read(name: str) -> dict[str, Any]:
     """Read the config.json of the model `name`, e.g. "Qwen3-8B". ValueError if it is not in this folder."""
     if name not in names():
-        raise ValueError(f"megarl has no config.json of {name!r}, only of models such as {similar(name)}")
+        raise ValueError(f"megarl has no config.json of {name!r}. Nearest: {similar(name)}")
     return dict(json.loads((_FOLDER / name / "config.json").read_text()))
 
 
 def similar(text: str) -> str:
-    """Return the three names that are most like `text`, and where the others are, for a message."""
+    """Return the three names that are most like `text`, those that begin with it first, and where all are, for a message."""
     last = Path(text).name.lower()
     lowered = {name.lower(): name for name in names()}
-    near = [lowered[name] for name in difflib.get_close_matches(last, lowered, n=3, cutoff=0.0)]
-    return f"{', '.join(near)} ({_FOLDER} has a folder for each)"
+    begun = [name for name in lowered if name.startswith(last)]
+    like = [name for name in difflib.get_close_matches(last, lowered, n=3, cutoff=0.0) if name not in begun]
+    return f"{', '.join(lowered[name] for name in [*begun, *like][:3])} ({_FOLDER} has a folder for each)"
