@@ -300,7 +300,10 @@ _DAPO = "recipes/dapo_qwen3_30b.yaml"
     [
         (["recipes/dapo_qwen3_30b.yaml", "--device", "H10O"], "Nearest: H100"),
         (["recipes/tiny/TINY", "--device", "H100"], "does not exist"),
-        (["recipes/dapo_qwen3_30b.yaml", "--model", "Qwen3-30B"], "no config.json of 'Qwen3-30B'. Nearest: Qwen3-30B-A3B"),
+        (
+            ["recipes/dapo_qwen3_30b.yaml", "--model", "Qwen3-30B"],
+            "no config.json of 'Qwen3-30B'. Nearest: Qwen3-30B-A3B",
+        ),
         (["recipes/dapo_qwen3_30b.yaml", "cluster.trainers=12"], "12 processes do not divide by"),
         (["recipes/dapo_qwen3_30b.yaml", "cluster.trainers=12"], "divides   megarl.instead=1"),
         (["recipes/quickstart.yaml", "--search"], "give --device"),
