@@ -1,9 +1,9 @@
 """Steps with dynamic sampling against steps without a filter, by `rollout.max_staleness` and `dynamic_sampling.oversample`.
 
-    python -m benchmarks.dynamic_sampling [--filtered 0.5] [--steps 8] [--engines 64]
+    python -m benchmarks.dynamic_sampling [--filtered 0.5] [--steps 8] [--engines 64] [--requests 64]
 
 megarl's source of batches (`EnginesSource`: admission, assignment to engines, filter, batches) runs under a virtual clock with the
-engines of `megarl simulate`: 64 requests at a time, a token every 15 ms and 0.1 ms for each running request. A step has 512 groups of
+engines of `megarl simulate`: `--requests` at a time, a token every 15 ms and 0.1 ms for each running request. A step has 512 groups of
 16 samples with log-normal lengths (mean 2,000, at most 20,000 tokens; half of the variance of the logarithm between groups). Training
 takes no time, so a ratio is the largest that a run can have.
 """
@@ -33,7 +33,7 @@ from megarl.rollout.source_engines import EnginesSource
 from megarl.types import Group, InlineData, Prompt, Sample, Span
 
 LENGTHS = LogNormal(median=1250, p99=12_800, longest=20_000, prompt=500)
-SLOTS, WARM_UP = 64, 2  # requests of an engine; steps that are not measured
+WARM_UP = 2  # steps that are not measured
 
 
 class Prompts(list[Prompt]):
@@ -163,9 +163,9 @@ CASES = [
 ]
 
 
-def costs(engines: int) -> Costs:
-    """Return the assumed seconds of the docstring."""
-    decode = 0.015 + 0.0001 * np.arange(SLOTS + 1)
+def costs(engines: int, requests: int = 64) -> Costs:
+    """Return the assumed seconds of the docstring, for engines that run at most `requests` at a time."""
+    decode = 0.015 + 0.0001 * np.arange(requests + 1)
     return Costs(engines, decode, prefill=5e-5, training=0.0, weight_sync=0.0, prompt=LENGTHS.prompt)
 
 
@@ -182,12 +182,19 @@ class Figures:
 
 
 def simulate(
-    case: Case, steps: int, engines: int = 64, prompts: int = 512, samples: int = 16, filtered: float = 0.5
+    case: Case,
+    steps: int,
+    engines: int = 64,
+    requests: int = 64,
+    prompts: int = 512,
+    samples: int = 16,
+    filtered: float = 0.5,
 ) -> Figures:
-    """Run `WARM_UP` and `steps` measured steps of `case`."""
+    """Run `WARM_UP` and `steps` measured steps of `case`; each engine runs at most `requests` at a time."""
     recipe, clock = case.recipe(prompts, samples, WARM_UP + steps + 50), Clock()
     lengths, drawn = DrawnLengths(LENGTHS, samples, seed=0), DrawnFilter(filtered if case.filtered else 0.0, seed=0)
-    services = [Engine(index, clock, costs(engines), lengths, samples, drawn) for index in range(engines)]
+    assumed = costs(engines, requests)
+    services = [Engine(index, clock, assumed, lengths, samples, drawn) for index in range(engines)]
     rows = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "train") for i in range(97))
     source = EnginesSource(recipe, rows, [EngineHandle(each) for each in services], [0], lambda: None)  # type: ignore[arg-type]
     drains = update_rule(recipe) == "drain"
@@ -226,13 +233,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--filtered", type=float, default=0.5, help="share of the groups that the filter removes")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--engines", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=64, help="requests that an engine runs at a time")
     parser.add_argument("--only", default="", help="run only cases whose name contains this text, and the first")
     options = parser.parse_args(arguments)
-    print(f"{options.filtered:.0%} of the groups filtered, {options.engines} engines, load {os.getloadavg()[0]:.1f}\n")
+    print(
+        f"{options.filtered:.0%} of the groups filtered, {options.engines} engines of {options.requests} requests, load {os.getloadavg()[0]:.1f}\n"
+    )
     print(
         "| step / unfiltered synchronous | case | step, s | groups sampled per trained | unused | lag, most |\n|---|---|---|---|---|---|"
     )
-    run = functools.partial(simulate, steps=options.steps, engines=options.engines, filtered=options.filtered)
+    run = functools.partial(
+        simulate, steps=options.steps, engines=options.engines, requests=options.requests, filtered=options.filtered
+    )
     first = run(CASES[0]).step
     for case in CASES:
         if options.only not in case.name:
