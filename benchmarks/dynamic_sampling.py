@@ -185,10 +185,10 @@ def simulate(
     case: Case,
     steps: int,
     engines: int = 64,
-    requests: int = 64,
     prompts: int = 512,
     samples: int = 16,
     filtered: float = 0.5,
+    requests: int = 64,
 ) -> Figures:
     """Run `WARM_UP` and `steps` measured steps of `case`; each engine runs at most `requests` at a time."""
     recipe, clock = case.recipe(prompts, samples, WARM_UP + steps + 50), Clock()
