@@ -9,6 +9,7 @@ which the first line has; CPU time hardly does.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import statistics
@@ -72,29 +73,29 @@ def measure(folder: Path, steps: int, samples: int, rounds: int) -> None:
     log = make_run(folder / "live", 4, name="live", live=True)
     command = [sys.executable, "-m", "megarl", "view", str(folder / "live"), str(folder / "large"), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([*command, "--follow"], stdout=subprocess.PIPE, text=True, env=environment) as server:
+    with contextlib.ExitStack() as stack:
+        stack.callback(log.close, "finished")
         browser = Chromium(folder / "profile")
-        try:
-            assert server.stdout is not None
-            printed = re.search(r"http://\S+", server.stdout.readline())
-            assert printed
-            print(f"{steps:,} steps, {steps * samples:,} samples; load {os.getloadavg()[0]:.1f}\n")
-            print("| | s, median | least | CPU s |\n|---|---|---|---|")
-            for tab in READY:
-                times = [opened(browser, printed[0], tab, server.pid) for _ in range(rounds)]
-                print(row(f"open {tab}", [wall for wall, _ in times], [cpu for _, cpu in times]))
-            opened(browser, printed[0], "overview", server.pid)
-            print(row("show a new step", [followed(browser, log) for _ in range(rounds)], None))
-            used = cpu_seconds(server.pid)
-            time.sleep(FOLLOWED_SECONDS)
-            share = (cpu_seconds(server.pid) - used) / FOLLOWED_SECONDS
-            print(f"| follow, share of a core | | | {share:.4f} |")
-            seconds = [write_tokens(log) for _ in range(rounds)]
-            print(row("write the tokens of a step", seconds, seconds))
-        finally:
-            browser.close()
-            server.kill()
-            log.close("finished")
+        stack.callback(browser.close)
+        server = subprocess.Popen([*command, "--follow"], stdout=subprocess.PIPE, text=True, env=environment)
+        stack.enter_context(server)
+        stack.callback(server.kill)
+        assert server.stdout is not None
+        printed = re.search(r"http://\S+", server.stdout.readline())
+        assert printed
+        print(f"{steps:,} steps, {steps * samples:,} samples; load {os.getloadavg()[0]:.1f}\n")
+        print("| | s, median | least | CPU s |\n|---|---|---|---|")
+        for tab in READY:
+            times = [opened(browser, printed[0], tab, server.pid) for _ in range(rounds)]
+            print(row(f"open {tab}", [wall for wall, _ in times], [cpu for _, cpu in times]))
+        opened(browser, printed[0], "overview", server.pid)
+        print(row("show a new step", [followed(browser, log) for _ in range(rounds)], None))
+        used = cpu_seconds(server.pid)
+        time.sleep(FOLLOWED_SECONDS)
+        share = (cpu_seconds(server.pid) - used) / FOLLOWED_SECONDS
+        print(f"| follow, share of a core | | | {share:.4f} |")
+        seconds = statistics.median(write_tokens(log) for _ in range(rounds))
+        print(f"| write the tokens of a step | | | {seconds:.3f} |")
 
 
 def main() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
 
+COMMAND = "MEGARL_COMMAND"  # in the environment of a child process: `command_name()` of its parent
 _NO_VALUE = object()
 _P = ParamSpec("_P")
 
@@ -215,7 +217,8 @@ def spans_of(numbers: Iterable[int]) -> list[list[int]]:
 
 def command_name() -> str:
     """Return how messages name megarl's command: as it was started, since `uv tool` and pipx install no module for the user's python."""
-    return "megarl" if Path(sys.argv[0]).name == "megarl" else "python -m megarl"
+    started_as = "megarl" if Path(sys.argv[0]).name == "megarl" else "python -m megarl"
+    return os.environ.get(COMMAND, started_as)
 
 
 def pluralize(count: int, word: str, plural: str | None = None) -> str:

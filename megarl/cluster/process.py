@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def redirect_output(log: str, name: str) -> None:
-    """Send this process's stdout and stderr, file descriptors included, to the end of `log`, and write who it is and what is installed."""
+    """Send this process's stdout and stderr, file descriptors included, to the end of `log`, and write a line with its name and versions."""
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     sys.stdout.flush()
@@ -36,9 +36,8 @@ def redirect_output(log: str, name: str) -> None:
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     started = f"{name}, pid {os.getpid()} on {host_name()}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    print(
-        f"{HEADER} {'; '.join([started, *version_lines()])} ==="
-    )  # one line, which messages about a failure leave out
+    # One line, because messages about a failure leave out this line (`failures.log_tail`).
+    print(f"{HEADER} {'; '.join([started, *version_lines()])} ===")
     faulthandler.enable(file=sys.stderr)  # a crash in native code writes its Python stack here
 
 

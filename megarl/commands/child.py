@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megarl.cluster.process import die_with_parent
 from megarl.cluster.sigstop_watch import LOOK_SECONDS
+from megarl.errors import COMMAND, command_name
 
 STOP_SECONDS = 60.0  # time limit for an interrupted child to stop
 STOPPED = (130, 143)  # exit statuses after SIGINT or SIGTERM
@@ -30,10 +31,12 @@ def run_child(
     If this process is interrupted, the command receives the signal and gets `stop_seconds` to clean up (None: any time). A second
     and a third signal are passed on, too; one more kills it. If it then reports that it was stopped, this process exits with the same
     status and without another message. If this process is killed, the command receives SIGTERM (on Linux). is_lost: looks at the
-    process, every `LOOK_SECONDS`, and returns whether it has to be killed.
+    process, every `LOOK_SECONDS`, and returns whether it has to be killed. Messages of the child name megarl's command as this process
+    does.
     """
     # A new session, since Ctrl-C would otherwise reach both processes, and both would report it.
     stop = partial(die_with_parent, signal.SIGTERM)
+    environ = {**environ, COMMAND: command_name()}
     with (
         _hangup_as_sigterm(),
         subprocess.Popen(command, env=environ, cwd=folder, start_new_session=True, preexec_fn=stop) as process,

@@ -75,12 +75,13 @@ class RunLog:
         self._non_finite: set[str] = set()
         self._closed = self._repeats = False
         self._parts = contextlib.ExitStack()  # undone in reverse order if a later part fails to start
-        with self._parts:
-            self._open(first_step, trained_steps)
+        with self._parts, contextlib.ExitStack() as sinks:
+            self._open(first_step, trained_steps, sinks)
+            sinks.pop_all()  # they stay open until `close`
             self._parts = self._parts.pop_all()
         self._clock = self._began = time.perf_counter()
 
-    def _open(self, first_step: int, trained_steps: int) -> None:
+    def _open(self, first_step: int, trained_steps: int, sinks: contextlib.ExitStack) -> None:
         unlockable = self.run_dir.lock()
         self._parts.callback(self.run_dir.unlock)
         self.run_dir.write_recipe(to_yaml(self._recipe))
@@ -89,8 +90,9 @@ class RunLog:
         self._parts.callback(self._notices.close)
         self._alerts = Alerts(self._recipe.observe.alerts, self._recipe.name, self._warn_of_alerts)
         self._parts.callback(self._close_alerts)
-        sinks = make_sinks(self._recipe, self.run_dir, first_step, self.warn)
-        self._metrics = MetricsLog(self.run_dir, sinks)
+        for sink in (opened := make_sinks(self._recipe, self.run_dir, first_step, self.warn)):
+            sinks.callback(sink.close, "failed")
+        self._metrics = MetricsLog(self.run_dir, opened)
         # A fresh run discards step 0 too, the evaluation at the start.
         kept = first_step - 1 if first_step > 1 or trained_steps else -1
         discarded = self._metrics.truncate_after(kept)

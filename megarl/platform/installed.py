@@ -177,8 +177,8 @@ def full_collections_between_steps() -> Iterator[Callable[[], object]]:
 
     A full collection visits every object that may be in a cycle. Python starts one when these objects have grown by a quarter, which
     thousands of groups do several times in a step. Young objects are collected as before. Under torchrun, rank 0 trains in the same
-    process, so its old cycles also wait for the end of the step. Objects from before the block are exempted until its end
-    (`gc.freeze`); for good if others are already, as after `paused_collector`: Python can only end the exemption of all.
+    process, so its old cycles also wait for the end of the step. Objects from before the block are exempt until its end (`gc.freeze`).
+    If some were exempt before, as after `paused_collector`, all stay exempt: `gc.unfreeze` would end every exemption.
     """
     thresholds, frozen_before = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()

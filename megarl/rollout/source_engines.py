@@ -220,9 +220,11 @@ class EnginesSource:
         self._arrivals.took(record)
 
     def _is_turn(self, record: Record) -> bool:
+        """Return whether `record` is the next on a replayed tape. `may_take` drops the records of saves that the replay leaves out, so
+        groups recorded after such a save are handled first."""
         if self._arrivals.may_take(record):
             return True
-        self._handle_due()  # groups that waited behind a save that the replay leaves out
+        self._handle_due()
         return self._arrivals.may_take(record)
 
     def _copy_partials(self, interrupted: bool) -> dict[int, tuple[Partial, ...]]:

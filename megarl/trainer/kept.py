@@ -50,7 +50,7 @@ def judge_kept(
     return way
 
 
-def settings_of(recipe: Recipe, *more: object) -> str:
+def settings_digest(recipe: Recipe, *more: object) -> str:
     """Return the digest of the settings of a worker that may outlive its controller; "" if the recipe keeps none.
 
     `train.resume` differs between the first start and the others, and workers do not read it.

@@ -14,7 +14,7 @@ from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.derived.offload import offloads
 from megarl.recipe.schema import TrainConfig
 from megarl.trainer.group import ActorGroup, CriticGroup, require_shared_storage
-from megarl.trainer.kept import Way, judge_kept, settings_of
+from megarl.trainer.kept import Way, judge_kept, settings_digest
 from megarl.trainer.restarts import TrainerRestarts
 from megarl.weight_sync.placement import Occupant, Placement
 
@@ -110,14 +110,14 @@ class Learners:
 def _actor_workers(recipe: Recipe, cluster: Cluster) -> WorkerGroup:
     updated_steps = recipe.train.steps - recipe.critic.warmup_steps  # warmup_steps is 0 without a critic
     args = (recipe, updated_steps * recipe.actor.optimizer_steps)
-    essential, settings = _essential(recipe.train), settings_of(recipe, ACTOR)
+    essential, settings = _essential(recipe.train), settings_digest(recipe, ACTOR)
     return cluster.start_trainers(ACTOR, recipe.cluster.trainers, args, essential=essential, settings=settings)
 
 
 def _critic_workers(recipe: Recipe, cluster: Cluster) -> WorkerGroup:
     view = critic_view(recipe)
     args = (view, recipe.train.steps * view.actor.optimizer_steps)
-    essential, settings = _essential(recipe.train), settings_of(recipe, CRITIC)
+    essential, settings = _essential(recipe.train), settings_digest(recipe, CRITIC)
     return cluster.start_trainers(
         CRITIC, recipe.critic.trainers, args, name="critic", essential=essential, settings=settings
     )

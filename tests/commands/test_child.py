@@ -74,6 +74,17 @@ def test_a_second_signal_reaches_the_child(monkeypatch: pytest.MonkeyPatch) -> N
     assert signals == [b"ready\n", b"1\n", b"2\n"]
 
 
+@pytest.mark.parametrize("program", ["megarl", "__main__.py"])
+def test_messages_of_a_child_name_the_command_as_it_was_started(
+    program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With `train.restarts`, `megarl train` runs `python -m megarl train`."""
+    monkeypatch.setattr(sys, "argv", [f"/home/me/.local/bin/{program}", "train"])
+    write = "import sys, pathlib, megarl.errors; pathlib.Path(sys.argv[1]).write_text(megarl.errors.command_name())"
+    assert run_child([sys.executable, "-c", write, str(tmp_path / "name")], os.environ) == 0
+    assert (tmp_path / "name").read_text() == ("megarl" if program == "megarl" else "python -m megarl")
+
+
 PARENT = """
 import os, signal, sys
 from megarl.commands.child import run_child

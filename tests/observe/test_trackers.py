@@ -93,19 +93,25 @@ def test_a_start_that_fails_is_explained(tmp_path: Path, tracker: str) -> None:
     assert RunDirectory(tmp_path / "run").holder() is None
 
 
+class Tracker:
+    """A tracker that starts."""
+
+    def __init__(self, ended: list[str]) -> None:
+        self.ended = ended
+
+    def write(self, *_: Any) -> None: ...
+
+    def close(self, status: str) -> None:
+        self.ended.append(status)
+
+
 def test_trackers_that_had_started_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = []
-
-    class First:
-        def write(self, *_: Any) -> None: ...
-
-        def close(self, status: str) -> None:
-            ended.append(status)
+    ended: list[str] = []
 
     def refuse(*_: Any) -> Any:
         raise ConnectionError("no route to host")
 
-    for name, start in (("wandb", lambda *_: First()), ("mlflow", refuse)):
+    for name, start in (("wandb", lambda *_: Tracker(ended)), ("mlflow", refuse)):
         monkeypatch.setitem(sys.modules, name, sys)
         monkeypatch.setitem(TRACKERS, name, start)
     recipe = make_recipe(trackers=["wandb", "mlflow"])
@@ -115,3 +121,15 @@ def test_trackers_that_had_started_are_closed(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ValueError, match=r"observe\.trackers"):
         RunLog(recipe, tmp_path, 1, 1)
     assert RunDirectory(tmp_path).holder() is None
+
+
+def test_trackers_are_closed_if_spans_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    monkeypatch.setitem(sys.modules, "wandb", sys)
+    monkeypatch.setitem(TRACKERS, "wandb", lambda *_: Tracker(ended))
+    recipe = make_recipe(trackers=["wandb"])
+    recipe.observe.otlp.url = "http://127.0.0.1:9"
+    recipe.observe.otlp.headers = {"Authorization": "MEGARL_NO_SUCH_VARIABLE"}
+    with pytest.raises(ValueError, match=r"observe\.otlp"):
+        RunLog(recipe, tmp_path, 1, 1)
+    assert ended == ["failed"]

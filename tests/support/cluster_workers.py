@@ -57,9 +57,6 @@ class Echo:
         if dies:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def unpicklable(self):
-        return lambda: None
-
     def sleep(self, seconds):
         time.sleep(seconds)
 

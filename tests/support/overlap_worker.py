@@ -48,11 +48,6 @@ def reduced_in_backward(trainer: Any, batches: list[Any]) -> tuple[list[Any], in
     return metrics, events.index("finish")
 
 
-def buckets_of(trainer: Any) -> list[torch.Tensor]:
-    """The last update's gradient, as this rank's shards."""
-    return [p.main_grad.clone() for chunk in trainer.model.chunks for p in chunk.parameters() if p.requires_grad]
-
-
 def run_case(case: dict[str, Any], output: Path) -> None:
     """Run each reader of weights directly after an update, before shards are gathered."""
     trainer = training.build(case)

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.preflight.recipe.train import keep_workers_errors
 from megarl.recipe.schema import Recipe
-from megarl.trainer.kept import Way, settings_of, way_to_weights
+from megarl.trainer.kept import Way, settings_digest, way_to_weights
 from megarl.trainer.worker import Worker
 
 
@@ -56,11 +56,11 @@ def test_a_rank_holds_no_weights_that_have_changed() -> None:
 def test_settings_that_must_be_equal() -> None:
     recipe, other = kept(), kept()
     other.train.resume = "auto"
-    assert settings_of(recipe, "worker") == settings_of(other, "worker") != ""
-    assert settings_of(recipe, "worker") != settings_of(recipe, "other worker")
+    assert settings_digest(recipe, "worker") == settings_digest(other, "worker") != ""
+    assert settings_digest(recipe, "worker") != settings_digest(recipe, "other worker")
     other.actor.optimizer.lr *= 2
-    assert settings_of(recipe, "worker") != settings_of(other, "worker")
-    assert settings_of(Recipe(), "worker") == ""
+    assert settings_digest(recipe, "worker") != settings_digest(other, "worker")
+    assert settings_digest(Recipe(), "worker") == ""
 
 
 def kept() -> Recipe:

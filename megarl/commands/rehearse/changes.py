@@ -51,16 +51,16 @@ class Changes:
             self.items.append(Change("reduced", key, before, value, reason))
 
 
-def settings_of(section: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
+def leaf_settings(section: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
     """Iterate over (dotted key, value) of all settings that differ from their defaults, in nested sections too."""
     default = type(section)()
     for each in dataclasses.fields(section):
         value, key = getattr(section, each.name), f"{prefix}{each.name}"
         if dataclasses.is_dataclass(value):
-            yield from settings_of(value, f"{key}.")
+            yield from leaf_settings(value, f"{key}.")
         elif isinstance(value, dict):
             for name, item in value.items():
                 nested = dataclasses.is_dataclass(item)
-                yield from settings_of(item, f"{key}.{name}.") if nested else [(f"{key}.{name}", item)]
+                yield from leaf_settings(item, f"{key}.{name}.") if nested else [(f"{key}.{name}", item)]
         elif value != getattr(default, each.name) or key in _ALWAYS:
             yield key, value

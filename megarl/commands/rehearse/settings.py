@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import runs_old_log_prob_pass
-from megarl.commands.rehearse.changes import Changes, settings_of
+from megarl.commands.rehearse.changes import Changes, leaf_settings
 from megarl.commands.rehearse.layout import processes_for, shrink_layout
 from megarl.megatron.extra_settings import fields_of_megatron
 from megarl.platform.kinds import kind_of
@@ -66,9 +66,9 @@ def shrink_settings(recipe: Recipe, processes: int | None, changes: Changes) -> 
 
 def note_kept(recipe: Recipe, small: Recipe, changes: Changes) -> None:
     """Record every setting of the recipe that the small copy has unchanged."""
-    copied = dict(settings_of(small))
+    copied = dict(leaf_settings(small))
     recorded = {change.key for change in changes.items}
-    for key, value in settings_of(recipe):
+    for key, value in leaf_settings(recipe):
         if key in copied and copied[key] == value and key not in recorded:
             changes.kept(key, value)
 

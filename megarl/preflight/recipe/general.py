@@ -115,21 +115,21 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from observe_errors(recipe)
 
 
-def settings_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
+def declared_settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
     """Yield (dotted key, section, field) of each setting in `section`, also in mappings of sections such as `agent.mcp`."""
     for field in dataclasses.fields(section):
         key, value = f"{prefix}{field.name}", getattr(section, field.name)
         named = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {key: value}
         inner = {name: entry for name, entry in named.items() if dataclasses.is_dataclass(entry)}
         for name, entry in inner.items():
-            yield from settings_of(entry, f"{name}.")
+            yield from declared_settings(entry, f"{name}.")
         if not inner:
             yield key, section, field
 
 
 def bound_errors(recipe: Recipe) -> Errors:
     """Yield an error for each number that is NaN or outside the bounds that the schema declares for it."""
-    for key, section, field in settings_of(recipe):
+    for key, section, field in declared_settings(recipe):
         value = getattr(section, field.name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield from _bound_errors(key, value, field.metadata)
@@ -157,7 +157,7 @@ def _bound_errors(name: str, value: float, metadata: Any) -> Errors:
 def with_defaults(recipe: Recipe, keys: Sequence[str]) -> Recipe:
     """Return a copy of `recipe` in which the settings `keys` (dotted) have their defaults."""
     changed = copy.deepcopy(recipe)
-    for key, section, field in settings_of(changed):
+    for key, section, field in declared_settings(changed):
         if key in keys:
             setattr(section, field.name, getattr(type(section)(), field.name))
     return changed

@@ -22,7 +22,7 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.commands.data import tiny_weights
 from megarl.commands.data.tiny_weights import write_weights
 from megarl.commands.rehearse import command
-from megarl.commands.rehearse.changes import Changes, settings_of
+from megarl.commands.rehearse.changes import Changes, leaf_settings
 from megarl.commands.rehearse.command import faults, rehearse, table
 from megarl.commands.rehearse.data import columns_of
 from megarl.commands.rehearse.layout import layers_for, shrink_layout
@@ -62,7 +62,7 @@ def test_train_accepts_a_tiny_copy_and_every_change_is_listed(row: Row, tmp_path
     every change, since a setting without a line would seem to have been rehearsed."""
     tiny = make_tiny_copy(row.path, [], tmp_path)
     prepare_training(tiny.recipe)
-    original, now = dict(settings_of(recipe_of(row))), dict(settings_of(tiny.recipe))
+    original, now = dict(leaf_settings(recipe_of(row))), dict(leaf_settings(tiny.recipe))
     changes = {change.key: change for change in tiny.changes}
     assert len(changes) == len(tiny.changes), "a setting is listed twice"
     in_parts = {"reward.function", *(key for key in {**original, **now} if key.startswith("reward.functions."))}

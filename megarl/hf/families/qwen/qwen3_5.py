@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megarl.hf.families.family import Family, Refusals
+from megarl.hf.families.family import Family
 from megarl.hf.families.qwen.qwen3_next import GATED_SHARED_EXPERT, gated_attention, gated_mixture
+from megarl.hf.families.qwen.text import one_expert_per_token
 from megarl.hf.families.rows import DELTA_NET, DENSE, GATED_ATTENTION, MODEL, in_layers, row, stacked_experts, under
 from megarl.hf.families.slices import Config, delta_by_part
 from megarl.hf.families.stacks import expert_stack
@@ -37,10 +38,6 @@ def _always(config: Config, layer: int) -> bool:
     return True
 
 
-def _unsupported(config: Config) -> Refusals:
-    yield config.get("num_experts_per_tok") == 1, "num_experts_per_tok: 1"
-
-
 QWEN3_5_TEXT = Family((*_LAYERS, *DENSE), _dense, rotary=("default",), delta_nets=True)
 QWEN3_5 = replace(
     QWEN3_5_TEXT,
@@ -52,7 +49,7 @@ QWEN3_5_MOE_TEXT = Family(
     (*_LAYERS, *stacked_experts(expert_stack), *GATED_SHARED_EXPERT),
     _experts,
     sparse=_always,
-    unsupported=_unsupported,
+    unsupported=one_expert_per_token,
     rotary=("default",),
     delta_nets=True,
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.hf.families.family import Family, Refusals
-from megarl.hf.families.qwen.text import every_few
+from megarl.hf.families.family import Family
+from megarl.hf.families.qwen.text import every_few, one_expert_per_token
 from megarl.hf.families.rows import DELTA_NET, DENSE, EXPERTS, GATED_ATTENTION, MODEL, in_layers, row, shared_experts
 from megarl.hf.families.settings import mixture
 from megarl.hf.families.slices import Config, copy, delta_by_head
@@ -47,15 +47,11 @@ def _settings(config: Config) -> dict[str, Any]:
     return {**gated_attention(config), **gated_mixture(config)}
 
 
-def _unsupported(config: Config) -> Refusals:
-    yield config.get("num_experts_per_tok") == 1, "num_experts_per_tok: 1"
-
-
 QWEN3_NEXT = Family(
     (*MODEL, *GATED_ATTENTION, *DELTA_NET, *_BY_HEAD, *DENSE, *EXPERTS, *GATED_SHARED_EXPERT),
     _settings,
     sparse=every_few,
-    unsupported=_unsupported,
+    unsupported=one_expert_per_token,
     rotary=("default",),
     delta_nets=True,
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.hf.families.family import Family, Refusals
-from megarl.hf.families.qwen.text import QWEN3, QWEN3_MOE, every_few
+from megarl.hf.families.qwen.text import QWEN3, QWEN3_MOE, every_few, one_expert_per_token
 from megarl.hf.families.rows import (
     ATTENTION,
     DEEPSTACK_TOWER,
@@ -55,7 +55,7 @@ def _unsupported(config: Config) -> Refusals:
 
 def _unsupported_with_experts(config: Config) -> Refusals:
     yield from _unsupported(config)
-    yield config.get("num_experts_per_tok") == 1, "num_experts_per_tok: 1"
+    yield from one_expert_per_token(config)
     yield config.get("norm_topk_prob") is False, "norm_topk_prob: false, which transformers does not read"
 
 

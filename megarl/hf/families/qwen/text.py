@@ -43,15 +43,19 @@ def every_few(config: Config, layer: int) -> bool:
     return not dense and (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
 
 
-def _unsupported(config: Config) -> Refusals:
-    # With one expert per token, Megatron does not normalize its weight.
+def one_expert_per_token(config: Config) -> Refusals:
+    """Refuse one expert per token, whose weight Megatron does not normalize."""
     yield config.get("num_experts_per_tok") == 1, "num_experts_per_tok: 1"
 
 
 QWEN2 = Family((*MODEL, *ATTENTION, *DENSE), _qwen2, biased=True, adapters=True)
 QWEN3 = Family((*MODEL, *ATTENTION, *DENSE), _qwen3, adapters=True)
 QWEN3_MOE = Family(
-    (*MODEL, *ATTENTION, *DENSE, *EXPERTS), _qwen3_moe, sparse=every_few, unsupported=_unsupported, adapters=True
+    (*MODEL, *ATTENTION, *DENSE, *EXPERTS),
+    _qwen3_moe,
+    sparse=every_few,
+    unsupported=one_expert_per_token,
+    adapters=True,
 )
 QWEN2_MOE = Family(
     (
@@ -64,6 +68,6 @@ QWEN2_MOE = Family(
     ),
     _qwen2_moe,
     sparse=every_few,
-    unsupported=_unsupported,
+    unsupported=one_expert_per_token,
     biased=True,
 )
