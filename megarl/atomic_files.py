@@ -220,5 +220,17 @@ def check_new(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path} exists and would be overwritten. Choose another file, or move this one.")
 
 
+def make_empty_folder(option: str, path: Path) -> None:
+    """Create the folder `path` before long work that fills it, with its parents. Raises ValueError that names `option` if that
+    fails, and for a file or a folder that is not empty."""
+    if path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"{path} exists and is not empty: choose another {option}, or move it away")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = "is a file" if path.is_file() else f"cannot be created: {error.strerror}"
+        raise ValueError(f"{option} {path} {problem}. Choose another folder.") from error
+
+
 def _part(path: Path) -> Path:
     return path.with_name(path.name + ".part")

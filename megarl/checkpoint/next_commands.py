@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class Repetition:
     def advice(self, step: int) -> str:
         """Return a sentence with the command that repeats `step`, or with the reason why there is none."""
         if self.has_tape and (self.checkpoint is None or self.checkpoint.is_dir()):
-            return f"To repeat the step, pack it when it has ended: {command_name()} replay {shown(self.run.path)} --bundle step.tar --step {step}"
+            return f"To repeat the step, pack it when it has ended: {command_name()} replay {shlex.quote(str(shown(self.run.path)))} --bundle step.tar --step {step}"
         if self.has_tape:
             return (
                 f"The step cannot be repeated: a bundle of it begins at {self.checkpoint}, which was deleted. With train.keep_every, "
@@ -42,9 +43,8 @@ class Repetition:
             )
         older = [path for path in list_checkpoints(self.run.checkpoints) if checkpoint_step(path) < step]
         resume = shown(older[-1]) if older else self.checkpoint or "never"
-        return (
-            f"To repeat the step: {command_name()} train {shown(self.run.recipe)} name=repeated train.resume={resume}"
-        )
+        words = ["train", str(shown(self.run.recipe)), "name=repeated", f"train.resume={resume}"]
+        return f"To repeat the step: {command_name()} {shlex.join(words)}"
 
 
 def print_end(recipe: Recipe, run: RunDirectory) -> None:
@@ -78,16 +78,17 @@ def after_training(recipe: Recipe, run: RunDirectory) -> list[str]:
 
 
 def _commands(recipe: Recipe, run: RunDirectory, model: Path | None, checkpoints: bool) -> list[str]:
-    commands, exported = [], model
+    exported = model
+    commands: list[list[str | Path]] = []
     if model is None and checkpoints:
         exported = Path("models") / recipe.name
-        commands.append(f"export {shown(run.path)} --out {exported}")
+        commands.append(["export", shown(run.path), "--out", exported])
     if exported is not None and recipe.train.source == "rollout" and recipe.data.eval_files:
-        merged = " lora.path=null" if recipe.lora.path else ""
-        commands.append(f"eval {shown(run.recipe)} model.path={shown(exported)}{merged}")
+        merged = ["lora.path=null"] if recipe.lora.path else []
+        commands.append(["eval", shown(run.recipe), f"model.path={shown(exported)}", *merged])
     if not run.report.exists():
-        commands.append(f"report {shown(run.path)}")
-    return commands
+        commands.append(["report", shown(run.path)])
+    return [shlex.join(map(str, words)) for words in commands]
 
 
 def after_interruption(recipe: Recipe, run: RunDirectory) -> list[str]:

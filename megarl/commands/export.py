@@ -7,6 +7,7 @@ from pathlib import Path
 from megarl import platform as platforms
 from megarl.algorithms.advantages import uses_critic
 from megarl.assembly import connected
+from megarl.atomic_files import make_empty_folder
 from megarl.checkpoint.folder import check_whole, checkpoint_name, list_checkpoints
 from megarl.checkpoint.identity import check_base
 from megarl.cluster import is_controller, serve
@@ -40,8 +41,7 @@ def export(run_path: Path, out: Path, step: int | None = None, *, critic: bool =
         if recipe.lora.rank and not critic:
             check_base(checkpoint, recipe.model)
         for folder in (out, adapter_folder(out)) if recipe.lora.rank else (out,):
-            if folder.exists() and any(folder.iterdir()):
-                raise ValueError(f"{folder} exists and is not empty: choose another --out, or move it away")
+            make_empty_folder("--out", folder)
         platform = platforms.select(recipe.cluster.device)
     if not is_controller(recipe.cluster):
         serve(recipe)

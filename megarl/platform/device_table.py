@@ -164,6 +164,11 @@ def _packaged() -> dict[str, Device]:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
+    if not path.is_file():
+        raise InputError(
+            f"{path}: no such file. A YAML file of devices belongs here (docs/planner.md). --device selects a device of the "
+            "table, and the recipe's line `# Hardware: H100, 2 x 8` the devices of a machine"
+        )
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

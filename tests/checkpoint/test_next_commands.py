@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from megarl.checkpoint.next_commands import after_training, naming_checkpoint
+from megarl.checkpoint.next_commands import Repetition, after_training, naming_checkpoint
 from megarl.errors import SpoiledWeights
 from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.schema import Recipe
@@ -42,3 +42,15 @@ def test_commands_are_named_as_megarl_was_started(
     run = RunDirectory(tmp_path / "runs" / "mine")
     (run.path / "hf").mkdir(parents=True)
     assert after_training(Recipe(), run)[-1] == f"  {command} report runs/mine"
+
+
+def test_commands_of_a_run_with_spaces_run_in_a_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["megarl"])
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory(tmp_path / "runs" / "my run")
+    (run.path / "hf").mkdir(parents=True)
+    assert after_training(Recipe(), run)[-1] == "  megarl report 'runs/my run'"
+    advice = Repetition(run, has_tape=False, checkpoint=None).advice(3)
+    assert advice.endswith("megarl train 'runs/my run/recipe.resolved.yaml' name=repeated train.resume=never")
+    advice = Repetition(run, has_tape=True, checkpoint=None).advice(3)
+    assert "megarl replay 'runs/my run' --bundle step.tar" in advice

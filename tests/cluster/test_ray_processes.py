@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -63,6 +64,20 @@ def test_a_keeper_that_has_ended_is_named(two: list[RayProcess]) -> None:
     keeper.kill()
     named = f"the process that keeps the workers (train.keep_workers, pid {keeper.pid}) has ended, and this process too"
     assert wait_until(lambda: process.end() == named, 5)
+
+
+def test_a_call_without_a_connection_joins_no_other_cluster() -> None:
+    """After Ctrl-C the thread of a failed call may ask Ray. By default Ray would connect to another run on this machine."""
+    code = (
+        "from megarl.cluster.ray import env\n"
+        "env.prepare(private=True)\n"
+        "import ray\n"
+        "ray.init = lambda *_, **__: print('connects')\n"
+        "try: ray.put(1)\n"
+        "except Exception as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "connects" not in done.stdout and "has not been started" in done.stdout, done
 
 
 def test_a_watch_of_no_process_has_no_thread() -> None:

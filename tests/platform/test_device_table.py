@@ -70,6 +70,12 @@ def test_an_invalid_device_table_is_refused(text: str, message: str, tmp_path: P
         devices(user_file)
 
 
+def test_devices_in_place_of_the_file_are_refused(tmp_path: Path) -> None:
+    """`plan --devices '4 x 16 910C'` has the form of `init --devices`."""
+    with pytest.raises(InputError, match=r"4 x 16 910C: no such file.*--device selects.*# Hardware: H100, 2 x 8"):
+        devices(Path("4 x 16 910C"))
+
+
 def test_all_errors_of_a_table_are_reported_together(tmp_path: Path) -> None:
     """Each error is listed once, even if several entries share it."""
     user_file = tmp_path / "own.yaml"

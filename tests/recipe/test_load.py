@@ -144,6 +144,8 @@ def test_offload_follows_the_device_chosen_by_auto(folder: Path) -> None:
 
 def test_combinations_that_would_be_ignored_are_refused(folder: Path) -> None:
     assert refused(folder, "megatron.offload=true", "cluster.placement=disaggregated").key == "megatron.offload"
+    no_rows = refused(folder, "evaluation.every=5", "evaluation.at_end=true")
+    assert no_rows.remedy.endswith("disable evaluation: evaluation.every=0 evaluation.at_end=false")
     evaluation = ["data.eval_files=[x.jsonl]", "evaluation.at_end=true", "evaluation.temperature=0"]
     load_recipe(folder / "recipe.yaml", evaluation)
     assert refused(folder, *evaluation, "evaluation.samples=4").key == "evaluation.temperature"

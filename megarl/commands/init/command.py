@@ -184,6 +184,9 @@ def _remarks(answers: Answers) -> list[str]:
         remarks.append(
             f"not found yet: {', '.join(missing)}. `megarl data --help` prepares data sets, docs/data.md has the columns"
         )
+    source = (answers.reward or "").partition(":")[0]
+    if source.endswith(".py") and not Path(source).exists():
+        remarks.append(f"not found yet: {source}, which `plan` and `train` import")
     if answers.reward == ROWS:
         remarks.append("each row's data_source selects its scorer: docs/rewards.md has the list")
     return remarks

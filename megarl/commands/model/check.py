@@ -89,7 +89,16 @@ def read_config(model: str) -> ReadModel:
             f"{model} is neither a folder with a config.json, nor a name on the hub (OWNER/NAME), nor a model whose "
             f"config.json megarl has, such as {published.similar(model)}"
         )
-    folder = hub.config_folder(name)
+    try:
+        folder = hub.config_folder(name)
+    except hub.HubError as error:
+        published_name = name.repo.rpartition("/")[2]
+        if published_name in published.names():
+            problem = (
+                f"{error}. megarl contains the config.json of {published_name}: megarl model check {published_name}"
+            )
+            raise ValueError(problem) from error
+        raise
     return ReadModel(_config_in(folder), folder, *hub.weights_fault(name))
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megarl.atomic_files import make_empty_folder
 from megarl.commands.child import run_child
 from megarl.commands.rehearse.changes import Change
 from megarl.commands.rehearse.settings import STEPS
@@ -117,7 +118,10 @@ def _describe(change: Change) -> str:
 
 
 def _folder(out: Path | None) -> Path:
-    folder = Path(tempfile.gettempdir()) if out is None else _create(out)
+    folder = Path(tempfile.gettempdir())
+    if out is not None:
+        make_empty_folder("--out", out)
+        folder = out.absolute()
     free = shutil.disk_usage(folder).free
     if free < LEAST_FREE_BYTES:
         raise ValueError(
@@ -125,13 +129,3 @@ def _folder(out: Path | None) -> Path:
             "space, or choose another disk with --out"
         )
     return Path(tempfile.mkdtemp(prefix="megarl-rehearsal-")) if out is None else folder
-
-
-def _create(out: Path) -> Path:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not empty: choose another --out, or move it away")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {out} cannot be created: {error.strerror}") from error
-    return out.absolute()

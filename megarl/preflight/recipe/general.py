@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -253,8 +254,14 @@ def overlong_errors(recipe: Recipe) -> Errors:
 def evaluation_errors(recipe: Recipe) -> Errors:
     evaluation = recipe.evaluation
     if _evaluates(evaluation) and not recipe.data.eval_files:
-        problem, remedy = "evaluation is on but has no data", "name held-out files, or disable evaluation"
-        yield RecipeError("data.eval_files", problem, remedy, value=[])
+        off = {"every": 0, "at_start": False, "at_end": False}
+        settings = [
+            f"evaluation.{name}={json.dumps(value)}"
+            for name, value in off.items()
+            if getattr(evaluation, name) != value
+        ]
+        remedy = f"name held-out files, or disable evaluation: {' '.join(settings)}"
+        yield RecipeError("data.eval_files", "evaluation is on but has no data", remedy, value=[])
     if recipe.train.source != "rollout":
         yield from _held_out_loss_errors(recipe)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 from pathlib import Path
@@ -74,11 +75,20 @@ def parts_of_the_model() -> int:
 
 def test_a_model_that_does_not_fit_has_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
     written(devices="1 H100", model="Qwen/Qwen3-32B")
-    assert "no layout fits 1 devices by arithmetic" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "no layout fits 1 device by arithmetic" in output and "Not tried: groups of engines" in output
     written(devices="8 H100", model="org/unknown")
     assert "the config.json of org/unknown cannot be read here" in capsys.readouterr().out
     written(devices="8 cuda")
     assert "the memory of cuda devices is unknown" in capsys.readouterr().out
+
+
+def test_a_model_that_fits_tightly_has_the_smallest_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    """recipes/cuda/grpo_qwen3_30b.yaml trains it on the same machine."""
+    content = written(devices="8 H100", model="Qwen/Qwen3-30B-A3B")
+    output = capsys.readouterr().out
+    assert re.search(r"memory is tight: .* at least 8\d% of each H100", output) and "no layout fits" not in output
+    assert content["megatron"]["expert_parallel"] == 8 and content["rollout"]["tensor_parallel"] == 2
 
 
 @pytest.mark.parametrize(
@@ -103,6 +113,12 @@ def test_a_reward(capsys: pytest.CaptureFixture[str]) -> None:
     assert "reward" not in written(reward="rows")
     assert "data_source selects its scorer" in capsys.readouterr().out
     assert written(reward="my_rewards:close")["reward"] == {"function": "my_rewards:close"}
+    Path("data.parquet").touch()
+    written(reward="my/rewards.py:close", data="data.parquet")
+    assert "not found yet: my/rewards.py, which `plan` and `train` import" in capsys.readouterr().out
+    Path("mine.py").touch()
+    written(reward="mine.py:close", data="data.parquet")
+    assert "not found" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
