@@ -12,6 +12,12 @@
 #   CONTAINER   the container's name (megarl)
 #   SANDBOX     0: leaves out the rights that recipes which run generated code need (docs/sandbox.md)
 set -eu
+case "${1:-}" in
+  -h | --help)
+    sed -n '2,/^set -eu/{/^set -eu/d; s/^# \{0,1\}//; p;}' "$0"
+    exit 0
+    ;;
+esac
 kind=${1:-}
 shared=${SHARED:-/shared/megarl}
 case "$kind" in

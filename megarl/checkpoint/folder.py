@@ -90,10 +90,10 @@ def find_checkpoint(resume: str, folder: Path, *, checksums: bool, notice: Calla
     return None
 
 
-def resume_hint(folder: Path, resume: str) -> str:
+def resume_hint(folder: Path, resume: str, save_every: int = 0) -> str:
     """Return the last line of a failed run: its last intact checkpoint and how to resume from it.
 
-    Checks only the presence and size of files. `resume`: the run's `train.resume`.
+    Checks only the presence and size of files. `resume` and `save_every` are settings of `train`.
     """
     key = "" if resume == "auto" else " with train.resume=auto"
     for path in reversed(list_checkpoints(folder)):
@@ -103,7 +103,8 @@ def resume_hint(folder: Path, resume: str) -> str:
             )
     if resume not in ("never", "auto"):
         return f"No checkpoint was written to {folder} after {resume}; the same command resumes from that one again."
-    return f"No checkpoint was written to {folder}: the same command{key} starts over (train.save_every writes them)."
+    saves = f"={save_every} writes the first after step {save_every}" if save_every else " writes them"
+    return f"No checkpoint was written to {folder}: the same command{key} starts over (train.save_every{saves})."
 
 
 def _named_checkpoint(path: Path, checksums: bool) -> Path:

@@ -105,7 +105,7 @@ def _resume_line(train: TrainConfig, checkpoints: Path, journal: Path) -> str:
     step, key = newest_step(journal), "" if train.resume == "auto" else " with train.resume=auto"
     saved = list_checkpoints(checkpoints)
     if not train.journal or step is None or (saved and checkpoint_step(saved[-1]) >= step):
-        return resume_hint(checkpoints, train.resume)
+        return resume_hint(checkpoints, train.resume, train.save_every)
     start = f"the checkpoint of step {checkpoint_step(saved[-1])}" if saved else "where the run began"
     return (
         f"The journal has the steps up to {step} (train.journal). Go on after it: the same command{key}, which trains the steps since "

@@ -259,7 +259,9 @@ def _jsonl_row(where: str, line: bytes, selection: ColumnSelection) -> Row:
         values = json.loads(line)
         if b"\\ud" in line.lower():
             json.dumps(values, ensure_ascii=False).encode()  # raises UnicodeEncodeError for a lone surrogate
-    except ValueError as error:  # includes UnicodeError
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8: {error}") from error
+    except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
     except RecursionError as error:
         raise ValueError(f"{where} is nested too deeply") from error

@@ -367,7 +367,8 @@ def test_the_resume_hint_names_the_last_intact_checkpoint(tmp_path: Path) -> Non
     """A damaged checkpoint is never named."""
     none = f"No checkpoint was written to {tmp_path}: the same command"
     assert resume_hint(tmp_path, "never").startswith(f"{none} with train.resume=auto starts over")
-    assert resume_hint(tmp_path, "auto").startswith(f"{none} starts over")
+    assert resume_hint(tmp_path, "auto") == f"{none} starts over (train.save_every writes them)."
+    assert resume_hint(tmp_path, "auto", 5).endswith("(train.save_every=5 writes the first after step 5).")
     assert resume_hint(tmp_path, "/old/step_000001").startswith(
         f"No checkpoint was written to {tmp_path} after /old/step_000001; the same command resumes"
     )

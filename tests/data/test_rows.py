@@ -60,6 +60,7 @@ def test_an_invalid_file_is_named_with_its_problem(tmp_path):
     (tmp_path / "list.jsonl").write_text("[1, 2]\n")
     (tmp_path / "deep.jsonl").write_text('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
     (tmp_path / "half.jsonl").write_text('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n')
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin-1"))
     (tmp_path / "smile.jsonl").write_text('{"prompt": "\\ud83d\\ude00"}\n')
     (tmp_path / "uneven.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n')
     pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), tmp_path / "no.parquet")
@@ -73,6 +74,7 @@ def test_an_invalid_file_is_named_with_its_problem(tmp_path):
         "cut.jsonl": "cut.jsonl, line 2 is not JSON",
         "deep.jsonl": "deep.jsonl, line 1 is nested too deeply",
         "half.jsonl": "half.jsonl, line 2 is not JSON: .*surrogates not allowed",
+        "latin.jsonl": "latin.jsonl, line 1 is not UTF-8: .*invalid",
         "list.jsonl": r"list.jsonl, line 1 is \[1, 2\], not an object",
         "uneven.jsonl": "uneven.jsonl, line 2: no column 'prompt'; it has question",
     }.items():

@@ -169,8 +169,15 @@ def _batches(conversion: Conversion, updates: Updates, sampling: TrainerSampling
         ranks = math.prod(map(conversion.number, sampling.trainers))
         sizes = [int(settings.get(f"megatron.{name}_parallel", 1)) for name in ("tensor", "pipeline", "context")]
         micro = max(conversion.number(option) // max(ranks // (math.prod(sizes) if megatron else size), 1), 1)
-    if conversion.is_on(f"{_A}.use_dynamic_bsz") or not micro:
-        settings["actor.max_tokens_per_micro_batch"] = conversion.number(f"{_A}.ppo_max_token_len_per_gpu") * size
+    dynamic = conversion.is_on(f"{_A}.use_dynamic_bsz")
+    if dynamic or not micro:
+        tokens = conversion.number(f"{_A}.ppo_max_token_len_per_gpu") * size
+        settings["actor.max_tokens_per_micro_batch"] = tokens
+        if not dynamic:
+            reason = (
+                f"not set, and use_dynamic_bsz is off, which verl refuses: actor.max_tokens_per_micro_batch is {tokens}"
+            )
+            conversion.note(option, f"{reason}, from ppo_max_token_len_per_gpu")
     else:
         settings["actor.max_tokens_per_micro_batch"] = -(-micro * longest // context_parallel)
         shared = f" on {context_parallel} context-parallel devices" if context_parallel > 1 else ""

@@ -32,8 +32,8 @@ from megarl.commands.launch.joining import RayConnection, join, taken_port
 from megarl.commands.launch.members import Members, NodeRelease
 from megarl.commands.launch.ray_start import device_resource, ray_command
 from megarl.commands.launch.rendezvous import RendezvousClient, RendezvousServer
-from megarl.commands.launch.topology import Topology, loopback_problem, read_topology
-from megarl.errors import pluralize
+from megarl.commands.launch.topology import Topology, loopback_problem, read_topology, unknown_name
+from megarl.errors import RecipeError, pluralize
 from megarl.platform.kinds import KINDS
 
 # Time for the command to end after a signal; it may be completing a checkpoint. A second signal ends it at once.
@@ -76,7 +76,7 @@ def main(arguments: list[str], environ: Mapping[str, str]) -> int:
         task = _task(arguments)
         topology = read_topology(environ)
     except ValueError as error:
-        _say(str(error))
+        _say(f"recipe error:{error}" if isinstance(error, RecipeError) else str(error))
         return USAGE
     with _signals():
         try:
@@ -141,11 +141,10 @@ def _run_head(topology: Topology, task: _Task, environ: dict[str, str], join_fil
 
 
 def _run_member(topology: Topology, task: _Task, environ: dict[str, str], join_file: JoinFile) -> int:
-    try:
-        client, variables = join(topology, environ, join_file)
-    except TimeoutError as error:
-        _say(f"node rank {topology.node_rank}: {error}")
-        return 1
+    unknown = unknown_name(topology)
+    if unknown is not None:
+        _say(f"node rank {topology.node_rank}: {unknown}")
+    client, variables = join(topology, environ, join_file)
     try:
         while not client.ready and not client.over:
             time.sleep(0.1)

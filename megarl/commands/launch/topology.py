@@ -144,6 +144,18 @@ def loopback_problem(topology: Topology) -> str | None:
     )
 
 
+def unknown_name(topology: Topology) -> str | None:
+    """Return a notice if the head's name has no address on this node; else None. In Kubernetes it may get one later."""
+    try:
+        socket.getaddrinfo(topology.master, None)
+    except OSError as error:
+        return (
+            f"MASTER_ADDR={topology.master} has no address on this node ({error.strerror}). Trying for "
+            f"{topology.join_timeout:g} s (MEGARL_JOIN_TIMEOUT)."
+        )
+    return None
+
+
 def _is_loopback(address: str) -> bool:
     if address == "localhost":
         return True

@@ -46,6 +46,13 @@ class TestMeaning:
         )
         assert converted["actor.max_tokens_per_micro_batch"] == 12800
 
+    def test_a_script_without_a_micro_batch_has_a_note(self) -> None:
+        """verl refuses it; its default of tokens may not fit the device."""
+        unset = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu (verl's default): not set"
+        for extra, noted in (("", True), ("use_dynamic_bsz=True", False), ("ppo_micro_batch_size_per_gpu=2", False)):
+            option = f" actor_rollout_ref.actor.{extra}" if extra else ""
+            assert (unset in "\n".join(convert(f"{GRPO}{option}").notes)) is noted, extra
+
     def test_sequence_parallel_multiplies_the_tokens_per_micro_batch(self) -> None:
         extra = "use_dynamic_bsz=True ppo_max_token_len_per_gpu=5632 ulysses_sequence_parallel_size=4"
         converted = settings(GRPO + "".join(f" actor_rollout_ref.actor.{option}" for option in extra.split()))

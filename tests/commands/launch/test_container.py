@@ -201,3 +201,5 @@ def test_a_container_needs_the_drivers_devices(tmp_path: Path) -> None:
     assert done.returncode == 1 and "is Ascend's driver installed?" in done.stderr and not done.stdout
     done = docker_arguments(tmp_path, "gpu")
     assert done.returncode == 2 and "npu|cuda, got 'gpu'" in done.stderr
+    done = docker_arguments(tmp_path, "--help")
+    assert done.returncode == 0 and "SHARED      a folder of all nodes" in done.stdout and "set -eu" not in done.stdout

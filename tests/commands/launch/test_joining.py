@@ -24,7 +24,7 @@ from megarl.commands.launch import multinode, rendezvous
 from megarl.commands.launch.join_secret import JoinFile, secret_of_environment
 from megarl.commands.launch.joining import RayConnection, join, taken_port
 from megarl.commands.launch.rendezvous import RendezvousClient, RendezvousServer
-from megarl.commands.launch.topology import Topology, loopback_problem
+from megarl.commands.launch.topology import Topology, loopback_problem, unknown_name
 from megarl.recipe.schema import Recipe
 from tests.support.cluster_workers import wait_until
 from tests.support.stack import ROOT, environment
@@ -267,6 +267,25 @@ def test_missing_packages_are_named_without_a_traceback(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"not installed for {tmp_path}/bin/python" in done.stderr and "MEGARL_VENV" in done.stderr
+
+
+def test_a_recipe_that_is_missing_is_an_error_as_of_train(capsys: pytest.CaptureFixture[str]) -> None:
+    assert multinode.main(["nosuch.yaml"], {}) == 2
+    assert capsys.readouterr().err.startswith("megarl multinode: recipe error:\n  where  command line\n")
+
+
+def test_a_mistyped_name_of_the_head_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after the time for joining, as a missing file of the head."""
+
+    def find(name: str, port: None) -> list[str]:
+        if name != "node0":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return []
+
+    monkeypatch.setattr("socket.getaddrinfo", find)
+    assert unknown_name(replace(topology(6379, 1), master="node0")) is None
+    notice = unknown_name(replace(topology(6379, 1), master="noed0"))
+    assert notice is not None and notice.startswith("MASTER_ADDR=noed0 has no address on this node (Name or service")
 
 
 def test_a_head_whose_name_is_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
