@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ class PromptDataset(RowDataset[Prompt]):
         super().__init__(files, tokenizer, config, config.max_prompt_length, difficulty, sample)
         self._pictures.clear()
         self.data_sources = sorted({prompt.data_source for prompt in self._items})
+        self.notices += _truth_notices(self._items)
         self.has_images = any(prompt.images or prompt.videos for prompt in self._items)
 
     def read(self, file: Path) -> list[Row]:
@@ -207,3 +209,18 @@ def _with_suffix(row: Row, messages: list[dict[str, Any]], suffix: str) -> list[
     last = users[-1]
     changed = {**messages[last], "content": messages[last]["content"] + suffix}
     return [*messages[:last], changed, *messages[last + 1 :]]
+
+
+def _truth_notices(prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Yield a notice for each data source in which some rows have a ground truth and others have none."""
+    rows, without = Counter[str](), dict[str, list[str]]()
+    for prompt in prompts:
+        rows[prompt.data_source] += 1
+        if prompt.ground_truth is None:
+            without.setdefault(prompt.data_source, []).append(prompt.uid)
+    for source, uids in without.items():
+        if len(uids) < rows[source]:
+            yield (
+                f"{len(uids)} of {rows[source]} rows of the data source {source!r} have no ground truth, first row {uids[0]}: "
+                "their scorer gets None"
+            )

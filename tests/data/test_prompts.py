@@ -53,6 +53,17 @@ def test_messages_are_kept_for_scorers_that_read_them(dataset):
     assert dataset([row(list(messages))])[0].messages == ()
 
 
+def test_rows_without_a_ground_truth_among_others_have_a_notice(tokenizer, tmp_path):
+    """A scorer of the user's own would get None for them. A source without any, as for a reward model, is as meant."""
+    rows = [row("2+2?", 0), row("3+3?", 1) | {"reward_model": None}, row("1?", 2, data_source="x", reward_model=None)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    prompts = PromptDataset([path], tokenizer, DataConfig(), needed=())
+    assert prompts.notices == [
+        "1 of 2 rows of the data source 'openai/gsm8k' have no ground truth, first row openai/gsm8k/1: their scorer gets None"
+    ]
+
+
 def test_plain_text_is_a_user_message_or_unchanged(dataset):
     messages = [{"role": "user", "content": "2+2?"}]
     assert dataset([row("2+2?")])[0] == dataset([row(messages)])[0]
