@@ -59,16 +59,17 @@ def test_a_process_not_started_by_ray_is_named(connect, monkeypatch):
     from megarl.cluster.ray import service as ray_service
 
     assert wait_until(lambda: free_npus() == 4, 10)
-    monkeypatch.setattr(ray_group, "START_SECONDS", 4.0)
-    monkeypatch.setattr(ray_service, "START_SECONDS", 4.0)
     monkeypatch.setattr(ray_devices, "SHARE", 0.6)
     cluster = connect(1, 1, npus=True)
     start_engines(cluster, 1)
-    with pytest.raises(WorkerFailed, match=r"trainer rank 0 on 127\.0\.0\.1 failed: Ray has not started .* within 4 s"):
+    late = r"trainer rank 0 on 127\.0\.0\.1 failed: Ray has not started .* within 4 s"
+    with monkeypatch.context() as short, pytest.raises(WorkerFailed, match=late):
+        short.setattr(ray_group, "START_SECONDS", 4.0)
         cluster.start_trainers("tests.support.cluster_workers:Echo", 1, ())
 
     cluster = connect(1, 1, npus=True)
     cluster.start_trainers("tests.support.cluster_workers:Echo", 1, ())
+    monkeypatch.setattr(ray_service, "START_SECONDS", 4.0)
     engine = cluster.start_service(
         "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=ENGINE_ENV
     )
