@@ -37,10 +37,12 @@ def launch(tmp_path):
 
 def pids_of(process):
     """The process ids that the scenario tells of: engine, its child, rank 0."""
+    lines = []
     for line in process.stdout:
         if line.startswith("FACT pids"):
             return [int(pid) for pid in line.split()[2:]]
-    raise AssertionError("the scenario ended early")
+        lines.append(line)
+    raise AssertionError(f"the scenario ended early:\n{''.join(lines)}")
 
 
 def test_a_run_under_torchrun_completes(launch, tmp_path):

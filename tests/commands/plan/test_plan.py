@@ -322,7 +322,7 @@ _DAPO = "recipes/dapo_qwen3_30b.yaml"
         ([_DAPO, "--calibrate", "runs/x", "--search"], "--search searches for layouts; --calibrate"),
         (["recipes/quickstart.yaml", "--response", "9"], "Give --device as well"),
         (["recipes/quickstart.yaml", "--devices", "megarl/platform/devices.yaml"], "Give --device as well"),
-        (["recipes/quickstart.yaml", "--devices", "there/is/none.yaml"], "none.yaml: cannot be read as YAML"),
+        (["recipes/quickstart.yaml", "--devices", "there/is/none.yaml"], "there/is/none.yaml: no such file"),
     ],
 )
 def test_bad_input_is_reported(
