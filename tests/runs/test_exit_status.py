@@ -102,4 +102,4 @@ def test_a_stopped_run_prints_how_to_resume(failing: Any, error: BaseException, 
 
 def test_a_run_stopped_before_its_first_checkpoint_has_a_message(failing: Any) -> None:
     _, printed = failing([], KeyboardInterrupt())
-    assert "No checkpoint was written" in printed and "train.save_every writes them" in printed
+    assert "No checkpoint was written" in printed and "train.save_every=1 writes the first after step 1" in printed
