@@ -13,7 +13,10 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+from megarl.cluster.process import die_with_parent
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PR_SET_CHILD_SUBREAPER = 36
@@ -92,6 +95,7 @@ def measure(command: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),  # if this process is ended by SIGTERM
         )
         sampler = threading.Thread(target=_sample, args=(usage, before, earlier, process), daemon=True)
         sampler.start()
