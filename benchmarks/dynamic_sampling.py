@@ -234,7 +234,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--engines", type=int, default=64)
     parser.add_argument("--requests", type=int, default=64, help="requests that an engine runs at a time")
-    parser.add_argument("--only", default="", help="run only cases whose name contains this text, and the first")
+    parser.add_argument(
+        "--only", default="", help="print only cases with this text in their name; the first always runs"
+    )
     options = parser.parse_args(arguments)
     print(
         f"{options.filtered:.0%} of the groups filtered, {options.engines} engines of {options.requests} requests, load {os.getloadavg()[0]:.1f}\n"

@@ -221,6 +221,13 @@ def command_name() -> str:
     return os.environ.get(COMMAND, started_as)
 
 
+def with_kind(error: Exception) -> str:
+    """Return the text of `error` after its kind, as commands print it, e.g. "recipe error: ..."."""
+    kinds = {RecipeError: "recipe error", InputError: "input error"}
+    kind = next((kind for of, kind in kinds.items() if isinstance(error, of)), type(error).__name__)
+    return f"{kind}:{error}" if str(error).startswith("\n") else f"{kind}: {error}"
+
+
 def pluralize(count: int, word: str, plural: str | None = None) -> str:
     """Return the count with its noun: ``1 -> "1 layout"``, ``1200 -> "1,200 layouts"``. `plural` defaults to `word` + s."""
     return f"{count:,} {word if count == 1 else plural or f'{word}s'}"

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from megarl.errors import InputError, RecipeError
+from megarl.errors import InputError, RecipeError, with_kind
 
 _SECONDS = 0.05  # delay until the callback that dropped the exception has ended
 
@@ -75,12 +75,10 @@ def guarded(command: Callable[[], Any], *, debug: bool) -> int:
     except Terminated:
         print("stopped by SIGTERM", file=sys.stderr)
         return 143
-    except RecipeError as error:
-        return _fail(2, "recipe error", error, debug)
-    except InputError as error:
-        return _fail(2, "input error", error, debug)
+    except (RecipeError, InputError) as error:
+        return _fail(2, error, debug)
     except Exception as error:  # noqa: BLE001 - any other error is printed as one block too
-        return _fail(1, type(error).__name__, error, debug)
+        return _fail(1, error, debug)
 
 
 class Terminated(BaseException):
@@ -91,10 +89,10 @@ def _terminate(number: int, frame: Any) -> None:
     raise Terminated
 
 
-def _fail(status: int, kind: str, error: Exception, debug: bool) -> int:
+def _fail(status: int, error: Exception, debug: bool) -> int:
     if os.environ.get("RANK", "0") != "0":
         return status  # rank 0 prints the error
-    print(f"{kind}:{error}" if str(error).startswith("\n") else f"{kind}: {error}", file=sys.stderr)
+    print(with_kind(error), file=sys.stderr)
     for note in vars(error).pop("__notes__", ()):  # the traceback would show them again
         print(note, file=sys.stderr)
     if debug:

@@ -95,7 +95,7 @@ def measure(command: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=partial(die_with_parent, signal.SIGTERM),  # if this process is ended by SIGTERM
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),  # if this process ends before it
         )
         sampler = threading.Thread(target=_sample, args=(usage, before, earlier, process), daemon=True)
         sampler.start()

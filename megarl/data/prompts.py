@@ -221,6 +221,6 @@ def _truth_notices(prompts: Sequence[Prompt]) -> Iterator[str]:
     for source, uids in without.items():
         if len(uids) < rows[source]:
             yield (
-                f"{len(uids)} of {rows[source]} rows of the data source {source!r} have no ground truth, first row {uids[0]}: "
+                f"{len(uids)} of {rows[source]} rows of the data source {source!r} have no ground truth, the first is {uids[0]}: "
                 "their scorer gets None"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ from benchmarks.trl.job import accuracy, digits, make_rows, record, recorded_sco
 from benchmarks.trl.process_tree import Usage, measure
 from megarl.preflight.load import load_recipe
 from megarl.rewards.base import ScoreRequest
+from tests.support.cluster_workers import alive, wait_until
 
 # Four steps of two samples, scored at these seconds; the command began at second 100 and used one core from second 110 on.
 RECORD = "110 0\n111 1\n121 1\n120 0\n124 1\n125 1\n133 1\n131 1\n"
@@ -167,3 +169,16 @@ def test_time_limit_ends_the_command(tmp_path: Path):
     usage = measure([sys.executable, "-c", DAEMON, "600"], os.environ, tmp_path, tmp_path / "log", 3)
     assert usage.code is None
     assert not Path(f"/proc/{(tmp_path / 'log').read_text().strip()}").exists()
+
+
+def test_the_command_ends_with_a_killed_benchmark(tmp_path: Path):
+    script = "import os, sys; from pathlib import Path; from benchmarks.trl.process_tree import measure\n"
+    script += "measure(['sleep', '600'], os.environ, Path('.'), Path(sys.argv[1]), 600)"
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "log")], env=environ) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        assert wait_until(lambda: children.read_text().split(), 30)
+        (command,) = map(int, children.read_text().split())
+        assert wait_until(lambda: Path(f"/proc/{command}/cmdline").read_text().startswith("sleep"), 10)
+        process.kill()
+    assert wait_until(lambda: not alive(command), 10)

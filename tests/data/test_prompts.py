@@ -60,7 +60,7 @@ def test_rows_without_a_ground_truth_among_others_have_a_notice(tokenizer, tmp_p
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
     prompts = PromptDataset([path], tokenizer, DataConfig(), needed=())
     assert prompts.notices == [
-        "1 of 2 rows of the data source 'openai/gsm8k' have no ground truth, first row openai/gsm8k/1: their scorer gets None"
+        "1 of 2 rows of the data source 'openai/gsm8k' have no ground truth, the first is openai/gsm8k/1: their scorer gets None"
     ]
 
 

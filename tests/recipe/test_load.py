@@ -214,7 +214,7 @@ def test_shipped_recipes_load(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["quickstart.yaml", "tiny/on_policy_distillation.yaml", "retool.yaml"])
 def test_settings_are_those_of_the_recipes_text(name: str) -> None:
-    """A resume compares the settings of a recipe with the recorded text of another."""
+    """A resume compares the settings of its recipe with those in the text that the earlier run recorded."""
     collector = ["observe.otlp.url=http://127.0.0.1:4318", "observe.otlp.headers={Authorization: TOKEN}"]
     recipe = load_recipe(RECIPES / name, [*collector, "actor.optimizer.lr=1e-6"])
     assert settings_of(recipe) == flat_settings(to_yaml(recipe))

@@ -14,7 +14,7 @@ def prepare(*, private: bool) -> None:
     """Set the variables; call this before ``import ray``. private: whether megarl starts a cluster on this machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without devices keep our variables
-    # Without a connection, e.g. after Ctrl-C, a call of Ray fails. By default it connects to any cluster of this machine.
+    # Without a connection, e.g. after Ctrl-C, a call of Ray fails. By default it would connect to any cluster of this machine.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # drop Ray's messages on dead actors: megarl reports them
     if private:

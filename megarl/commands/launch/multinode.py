@@ -33,7 +33,7 @@ from megarl.commands.launch.members import Members, NodeRelease
 from megarl.commands.launch.ray_start import device_resource, ray_command
 from megarl.commands.launch.rendezvous import RendezvousClient, RendezvousServer
 from megarl.commands.launch.topology import Topology, loopback_problem, read_topology, unknown_name
-from megarl.errors import RecipeError, pluralize
+from megarl.errors import RecipeError, pluralize, with_kind
 from megarl.platform.kinds import KINDS
 
 # Time for the command to end after a signal; it may be completing a checkpoint. A second signal ends it at once.
@@ -76,7 +76,7 @@ def main(arguments: list[str], environ: Mapping[str, str]) -> int:
         task = _task(arguments)
         topology = read_topology(environ)
     except ValueError as error:
-        _say(f"recipe error:{error}" if isinstance(error, RecipeError) else str(error))
+        _say(with_kind(error) if isinstance(error, RecipeError) else str(error))
         return USAGE
     with _signals():
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.commands.model import new_family
-from megarl.errors import RecipeError
+from megarl.errors import RecipeError, command_name
 from megarl.hf import hub, published, weights
 from megarl.hf.config import context_length, experts_per_token, number_of_experts, text_fields
 from megarl.hf.families import FAMILIES, family_of, has_tower
@@ -94,10 +94,8 @@ def read_config(model: str) -> ReadModel:
     except hub.HubError as error:
         published_name = name.repo.rpartition("/")[2]
         if published_name in published.names():
-            problem = (
-                f"{error}. megarl contains the config.json of {published_name}: megarl model check {published_name}"
-            )
-            raise ValueError(problem) from error
+            command = f"{command_name()} model check {published_name}"
+            raise ValueError(f"{error}. megarl contains the config.json of {published_name}: {command}") from error
         raise
     return ReadModel(_config_in(folder), folder, *hub.weights_fault(name))
 

@@ -27,7 +27,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def similar(text: str) -> str:
-    """Return the three names that are most like `text`, those that begin with it first, and where all are, for a message."""
+    """Return the end of a message: the three names most like `text`, first those that begin with it, and the folder of all names."""
     last = Path(text).name.lower()
     lowered = {name.lower(): name for name in names()}
     begun = [name for name in lowered if name.startswith(last)]

@@ -274,7 +274,9 @@ def test_a_recipe_that_is_missing_is_an_error_as_of_train(capsys: pytest.Capture
     assert capsys.readouterr().err.startswith("megarl multinode: recipe error:\n  where  command line\n")
 
 
-def test_a_mistyped_name_of_the_head_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistyped_name_of_the_head_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Not after the time for joining, as a missing file of the head."""
 
     def find(name: str, port: None) -> list[str]:
@@ -284,8 +286,13 @@ def test_a_mistyped_name_of_the_head_is_named_at_once(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("socket.getaddrinfo", find)
     assert unknown_name(replace(topology(6379, 1), master="node0")) is None
-    notice = unknown_name(replace(topology(6379, 1), master="noed0"))
-    assert notice is not None and notice.startswith("MASTER_ADDR=noed0 has no address on this node (Name or service")
+    environ = {
+        "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "noed0", "MEGARL_JOIN_DIR": str(tmp_path), "MEGARL_JOIN_TIMEOUT": "0.1",
+    }  # fmt: skip
+    assert multinode.main(["--", "true"], environ) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert "node rank 1: MASTER_ADDR=noed0 has no address on this node (Name or service not known)" in first
+    assert "is missing, after 0 s" in second
 
 
 def test_a_head_whose_name_is_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def every_few(config: Config, layer: int) -> bool:
 
 
 def one_expert_per_token(config: Config) -> Refusals:
-    """Refuse one expert per token, whose weight Megatron does not normalize."""
+    """Refuse models with one expert per token: Megatron does not normalize the weight of a single expert."""
     yield config.get("num_experts_per_tok") == 1, "num_experts_per_tok: 1"
 
 
