@@ -225,11 +225,16 @@ def make_empty_folder(option: str, path: Path) -> None:
     fails, and for a file or a folder that is not empty."""
     if path.is_dir() and any(path.iterdir()):
         raise ValueError(f"{path} exists and is not empty: choose another {option}, or move it away")
+    make_folder(path, f"{option} ")
+
+
+def make_folder(path: Path, prefix: str = "") -> None:
+    """Create the folder `path` with its parents, if it is missing. Raises ValueError, whose text begins with `prefix`."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         problem = "is a file" if path.is_file() else f"cannot be created: {error.strerror}"
-        raise ValueError(f"{option} {path} {problem}. Choose another folder.") from error
+        raise ValueError(f"{prefix}{path} {problem}. Choose another folder.") from error
 
 
 def _part(path: Path) -> Path:

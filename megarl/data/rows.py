@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.atomic_files import make_folder
 from megarl.data.columns import ColumnSelection
 from megarl.errors import cut_end
 
@@ -158,11 +159,14 @@ def _content_text(content: Any) -> str:
 
 
 def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows to one parquet file. With one version of pyarrow, the same rows give the same bytes."""
+    """Write rows to one parquet file. With one version of pyarrow, the same rows give the same bytes.
+
+    Raises ValueError if its folder cannot be created.
+    """
     import pyarrow
     import pyarrow.parquet
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     table = pyarrow.Table.from_pylist(list(rows))
     pyarrow.parquet.write_table(table, path, compression="zstd", write_page_checksum=True)
 

@@ -239,6 +239,11 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str, left_open: dict[s
             problem = "this is a switch, not a number"
             yield ReadingError(name, problem, "give true or false", value=value, origin=origin)
             continue
+        if isinstance(value, bool) and _without_none(_type_of(name)) is str:
+            problem = "this is a text, not a switch"
+            remedy = "give a text; YAML reads yes, no, on and off as switches, and 'yes' in quotes as a text"
+            yield ReadingError(name, problem, remedy, value=value, origin=origin)
+            continue
         value = _as_list_if_declared(value, _type_of(name))
         items = value if isinstance(value, list) and _type_of(name) == list[str] else []
         if wrong := [item for item in items if not isinstance(item, (str, int, float))]:

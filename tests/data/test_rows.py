@@ -1,6 +1,7 @@
 """Data files: rows and columns that are read, and messages for every fault."""
 
 import json
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -126,3 +127,9 @@ def test_uids_are_stable_and_unique():
     uids = unique_uids(rows, "row")
     assert uids == ["a/0", "a/1", "a/1#2", "b/0", "a/0#3", "a/0#4", "a/0#2"]
     assert unique_uids([Row("", {}), Row("", {})], "sft") == ["sft/0", "sft/1"]
+
+
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file/data cannot be created: Not a directory\. Choose another folder"):
+        write_parquet(tmp_path / "file" / "data" / "train.parquet", ROWS)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl import platform as platforms
-from megarl.atomic_files import write_atomically
+from megarl.atomic_files import make_folder, write_atomically
 from megarl.commands.accept.bundle import VERDICT, write_bundle
 from megarl.commands.accept.catalogue import BUNDLE, OF_ALL_NODES, STAGES, shares, stage_numbers
 from megarl.commands.accept.result import FAIL, PASS, to_json, verdict_of
@@ -58,7 +58,8 @@ def accept(recipe: Path | None, overrides: Sequence[str], options: AcceptOptions
 
         print(expectation(settings, stages, ends, options.resume, options.out))
         return 0
-    directory.mkdir(parents=True, exist_ok=True)
+    with as_input_error():
+        make_folder(directory)
     if not (directory / FILE).exists():
         write_settings(directory, settings)
     print(f"stages run in {directory}; to resume after an interruption: --resume {directory}", flush=True)

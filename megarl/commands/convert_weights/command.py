@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from megarl.atomic_files import disk_errors, sync, write_synced
+from megarl.atomic_files import disk_errors, make_folder, sync, write_synced
 from megarl.cluster.process import die_with_parent, ignore_interrupt
 from megarl.commands.convert_weights.fp8 import Fp8Blocks
 from megarl.commands.convert_weights.layout import Layout, read_layout
@@ -38,7 +38,7 @@ from megarl.commands.convert_weights.shards import (
     fingerprint,
     partial_path,
 )
-from megarl.errors import InputError, pluralize
+from megarl.errors import InputError, as_input_error, pluralize
 from megarl.hf.weights import CONVERSION, INDEX, read_index
 from megarl.observe.console import clock
 
@@ -166,7 +166,8 @@ def _recorded(out: Path) -> dict[str, dict[str, Any]]:
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
     """Lock the folder against a second conversion. Raises InputError if it is already locked."""
-    out.mkdir(parents=True, exist_ok=True)
+    with as_input_error():
+        make_folder(out)
     path = out / f".{CONVERSION}.lock"
     while True:
         with path.open("w") as file:

@@ -32,7 +32,7 @@ from megarl.commands.launch.joining import RayConnection, join, taken_port
 from megarl.commands.launch.members import Members, NodeRelease
 from megarl.commands.launch.ray_start import device_resource, ray_command
 from megarl.commands.launch.rendezvous import RendezvousClient, RendezvousServer
-from megarl.commands.launch.topology import Topology, loopback_problem, read_topology, unknown_name
+from megarl.commands.launch.topology import Topology, address_notice, loopback_problem, read_topology
 from megarl.errors import RecipeError, pluralize, with_kind
 from megarl.platform.kinds import KINDS
 
@@ -83,6 +83,8 @@ def main(arguments: list[str], environ: Mapping[str, str]) -> int:
             if environ.get("RAY_ADDRESS") or (topology.nodes == 1 and not environ.get("DEVICES_PER_NODE")):
                 with _child(task.command, dict(environ)) as process:
                     return _wait(process)
+            if notice := address_notice(topology):
+                _say(f"node rank {topology.node_rank}: {notice}")
             reaper = OrphanReaper()
             join_file = JoinFile(Path(topology.join_dir or task.runs_dir), topology)
             try:
@@ -141,9 +143,6 @@ def _run_head(topology: Topology, task: _Task, environ: dict[str, str], join_fil
 
 
 def _run_member(topology: Topology, task: _Task, environ: dict[str, str], join_file: JoinFile) -> int:
-    unknown = unknown_name(topology)
-    if unknown is not None:
-        _say(f"node rank {topology.node_rank}: {unknown}")
     client, variables = join(topology, environ, join_file)
     try:
         while not client.ready and not client.over:

@@ -144,8 +144,18 @@ def loopback_problem(topology: Topology) -> str | None:
     )
 
 
-def unknown_name(topology: Topology) -> str | None:
-    """Return a notice if the head's name has no address on this node; else None. In Kubernetes it may get one later."""
+def address_notice(topology: Topology) -> str | None:
+    """Return a notice if the run's nodes are taken to be on one machine, or if the head's name has no address on this node; else None.
+
+    In Kubernetes the name may get an address later.
+    """
+    if topology.nodes > 1 and _is_loopback(topology.master):
+        return (
+            f"MASTER_ADDR is a loopback address, so all {topology.nodes} nodes must be on this machine, for trials: node rank 0 has "
+            f"{topology.master}, this one {topology.node_ip}. With several machines, set it to the address of the first."
+        )
+    if topology.is_head:
+        return None
     try:
         socket.getaddrinfo(topology.master, None)
     except OSError as error:

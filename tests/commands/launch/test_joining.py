@@ -24,7 +24,7 @@ from megarl.commands.launch import multinode, rendezvous
 from megarl.commands.launch.join_secret import JoinFile, secret_of_environment
 from megarl.commands.launch.joining import RayConnection, join, taken_port
 from megarl.commands.launch.rendezvous import RendezvousClient, RendezvousServer
-from megarl.commands.launch.topology import Topology, loopback_problem, unknown_name
+from megarl.commands.launch.topology import Topology, address_notice, loopback_problem, read_topology
 from megarl.recipe.schema import Recipe
 from tests.support.cluster_workers import wait_until
 from tests.support.stack import ROOT, environment
@@ -285,7 +285,7 @@ def test_a_mistyped_name_of_the_head_is_named_at_once(
         return []
 
     monkeypatch.setattr("socket.getaddrinfo", find)
-    assert unknown_name(replace(topology(6379, 1), master="node0")) is None
+    assert address_notice(replace(topology(6379, 1), master="node0")) is None
     environ = {
         "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "noed0", "MEGARL_JOIN_DIR": str(tmp_path), "MEGARL_JOIN_TIMEOUT": "0.1",
     }  # fmt: skip
@@ -293,6 +293,15 @@ def test_a_mistyped_name_of_the_head_is_named_at_once(
     first, second = capsys.readouterr().err.splitlines()
     assert "node rank 1: MASTER_ADDR=noed0 has no address on this node (Name or service not known)" in first
     assert "is missing, after 0 s" in second
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loopback_address_for_several_nodes_has_a_notice(rank: int) -> None:
+    """Such nodes must be on one machine: a member on another one waits until the time limit, for 127.0.0.2, which nobody has set."""
+    variables = {"NNODES": "2", "NODE_RANK": str(rank)}
+    notice = address_notice(read_topology(variables | {"MASTER_ADDR": "localhost"}))
+    assert notice is not None and f"node rank 0 has 127.0.0.2, this one 127.0.0.{2 + rank}" in notice
+    assert address_notice(read_topology(variables | {"MASTER_ADDR": "10.0.0.9"})) is None
 
 
 def test_a_head_whose_name_is_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
