@@ -109,6 +109,18 @@ def test_chinese_pages_name_their_language(site: Path) -> None:
     assert {found for [found] in languages.values()} == {"en", "zh-CN"}
 
 
+def test_no_line_of_chinese_text_breaks_between_characters() -> None:
+    """Browsers show such a break as a space within the sentence."""
+    character = r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
+    pages = {
+        page: (CONFIG.parents[1] / page).read_text(encoding="utf-8") for page in NAVIGATION if page.endswith(".zh.md")
+    }
+    assert pages
+    assert {
+        page: broken for page, text in pages.items() if (broken := re.findall(rf"{character}\n{character}", text))
+    } == {}
+
+
 def test_pages_read_nothing_from_a_network(site: Path) -> None:
     """Links to other sites are for readers; scripts, styles, fonts and pictures are the site's."""
     for path in site.rglob("*.html"):
