@@ -60,7 +60,6 @@ from megarl.trainer.kept import not_taken_text
 from megarl.trainer.machine_load import MachineLoads
 from megarl.trainer.repeatable_steps import RepeatableSteps, keep_steps
 from megarl.trainer.restarts import TrainerRestarts
-from megarl.trainer.rollbacks import Rollbacks
 from megarl.trainer.start import Learners
 from megarl.trainer.worker import kernel_notices
 from megarl.weight_sync.connect import open_weight_sync
@@ -90,7 +89,6 @@ class Run:
     device_peak: float | None  # FLOP/s of a trainer's device; None: unknown
     repeatable: RepeatableSteps | None = None  # None: no step is trained again
     trainer_restarts: TrainerRestarts | None = None  # None: a failure of a trainer ends the run
-    rollbacks: Rollbacks | None = None  # None: spikes cause no rollback
     replay: ReplayPlan | None = None  # of train.replay
     fleet: Fleet | None = None  # None: the number of engines is fixed
     fixed_engines: Sequence[FixedModelEngines[Any]] = ()  # of the teachers and the judge
@@ -243,7 +241,6 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
         log=log,
         repeatable=repeatable,
         trainer_restarts=started.learners.restarts(recipe, cluster, devices),
-        rollbacks=Rollbacks.of(recipe.train),
         replay=setup.tape.plan if setup.tape is not None else None,
         started_devices=demand_of(recipe).devices,
         fleet=samplers.fleet,

@@ -68,7 +68,7 @@ def save_step(run: Run, step: int) -> None:
     refresh_reference_if_due(run.actor, run.log, run.recipe.algorithm, step)
     note_held_step(run, step)
     run.checkpoints.save_if_due(step)
-    run.checkpoints.write_journal(step, {"rollbacks": run.rollbacks.state() if run.rollbacks is not None else None})
+    run.checkpoints.write_journal(step)
     run.forget_saved_steps()
     run.checkpoints.stop.check()
 
@@ -112,7 +112,7 @@ def roll_back_if_due(run: Run, step: int) -> None:
     The run goes on as if the batches since the checkpoint had been empty. Raises SpoiledWeights instead of the rollback after
     `train.rollbacks`.
     """
-    rollbacks, metrics = run.rollbacks, run.log.pending()
+    rollbacks, metrics = run.checkpoints.rollbacks, run.log.pending()
     if rollbacks is None:
         return
     new = int(metrics.get("actor/spikes", 0.0) + metrics.get("critic/spikes", 0.0))
@@ -293,8 +293,6 @@ def _restore(run: Run, checkpoint: Path | None, entry: JournalEntry | None) -> t
             run.repeatable.record(int(line["step"]), line)
         differences = [] if outlived else train_again(run, entry.after, entry.step)
         unlogged = run.checkpoints.go_on_with(state, restore=outlived)
-        if run.rollbacks is not None and state["rollbacks"] is not None:
-            run.rollbacks.restore(state["rollbacks"])
     run.log.add(retrained_metrics(run))
     if outlived:
         run.log.notice(f"resumed after step {entry.step} from the journal")

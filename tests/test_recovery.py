@@ -31,7 +31,6 @@ from megarl.train import run_steps
 from megarl.trainer.group import ActorGroup
 from megarl.trainer.repeatable_steps import RepeatableSteps, is_rounding, norms_text
 from megarl.trainer.restarts import TrainerRestarts
-from megarl.trainer.rollbacks import Rollbacks
 from megarl.types import Group, InlineData, Metrics, Sample, SampleTokens
 from megarl.weight_sync.placement import Placement
 from tests.support.training_stand_ins import Saver, Workers
@@ -197,7 +196,7 @@ def fit(
         tokenizer: Any = SimpleNamespace(decode=lambda ids, special=False: str(ids))
         run = Run(
             recipe, actor, None, None, source, placement, None, checkpoints, skipped, kl_weight, tokenizer, profiling,
-            log, 1, None, RepeatableSteps(KeptBatches(folder / "batches")), restarts, Rollbacks.of(recipe.train),
+            log, 1, None, RepeatableSteps(KeptBatches(folder / "batches")), restarts,
         )  # fmt: skip
         run_steps(run)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

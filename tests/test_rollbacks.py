@@ -13,12 +13,12 @@ import pytest
 
 from megarl.assembly import Run
 from megarl.checkpoint.graceful_stop import StopRequested
+from megarl.checkpoint.rollbacks import Rollbacks
 from megarl.errors import RecipeError, SpoiledWeights
 from megarl.preflight.recipe.general import spike_errors
 from megarl.recipe.schema import Recipe, TrainConfig
 from megarl.recipe.trainers import ActorConfig
 from megarl.rollout.source import Batch
-from megarl.trainer.rollbacks import Rollbacks
 from megarl.types import Group, InlineData, Metrics, Sample, SampleTokens
 from tests.test_recovery import Failing, LearningWorkers, SendingPlacement, fit
 

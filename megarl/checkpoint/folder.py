@@ -61,6 +61,11 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
     return moved
 
 
+def abandoned_text(path: Path) -> str:
+    """Return the notice of a checkpoint that `set_aside_later` has moved to `path`."""
+    return f"a later checkpoint, which this run abandons, is kept as {path}"
+
+
 def find_checkpoint(resume: str, folder: Path, *, checksums: bool, notice: Callable[[str], None]) -> Path | None:
     """Resolve `train.resume`: a path, `auto` (the newest intact checkpoint) or `never` (None).
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megarl.algorithms.kl import KLWeight
 from megarl.checkpoint.controller_state import load_state
-from megarl.checkpoint.folder import checkpoint_step, list_checkpoints, set_aside_later
+from megarl.checkpoint.folder import abandoned_text, checkpoint_step, list_checkpoints, set_aside_later
 from megarl.checkpoint.graceful_stop import GracefulStop, StopRequested
 from megarl.checkpoint.journal import Journal
+from megarl.checkpoint.rollbacks import Rollbacks
 from megarl.checkpoint.saver import Saver
 from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.cluster.failures import ClusterError
@@ -32,7 +33,7 @@ def is_due(step: int, every: int) -> bool:
 @dataclass
 class Checkpoints:
     """Checkpoints of a run: the weights through `saver`, the state of the controller here (source, KL weight, gradient norms, counts
-    of skipped steps).
+    of skipped steps, spikes).
 
     `trained_step`: the trainers hold the weights after this step; None during an update.
     identity: model, data and seed that a checkpoint belongs to. load_weights: loads the checkpoint in all processes and
@@ -54,6 +55,10 @@ class Checkpoints:
     lost_step: int | None = None  # of a save that was lost when trainers failed
     rolled_back_step: int | None = None  # the last step after which the trainers went back to the newest checkpoint
     journal: Journal | None = None  # None: a resume goes on after the newest checkpoint
+    rollbacks: Rollbacks | None = field(init=False)  # None: spikes cause no rollback
+
+    def __post_init__(self) -> None:
+        self.rollbacks = Rollbacks.of(self.config)
 
     def poll(self, *, wait: bool = False) -> None:
         """Commit a background save that has been written. `wait`: wait until it is."""
@@ -106,11 +111,8 @@ class Checkpoints:
             else:
                 self._save(step)
 
-    def write_journal(self, step: int, more: Mapping[str, Any]) -> None:
-        """Write the state after the training of `step` to the journal, unless the checkpoint of this step is complete.
-
-        more: values of other parts, for `resume`.
-        """
+    def write_journal(self, step: int) -> None:
+        """Write the state after the training of `step` to the journal, unless the checkpoint of this step is complete."""
         if self.journal is None:
             return
         newest, checkpoint = self.newest()
@@ -119,7 +121,7 @@ class Checkpoints:
         with self.log.phase("drain"):
             self.source.drain()
         with self.log.phase("journal"):
-            state = {**self._state(step), **more, "rolled_back_step": self.rolled_back_step}
+            state = {**self._state(step), "rolled_back_step": self.rolled_back_step}
             self.journal.write(step, state, checkpoint)
 
     def _keeps_others(self, step: int) -> bool:
@@ -175,13 +177,14 @@ class Checkpoints:
     def newest(self, before: int | None = None) -> tuple[int, Path | None]:
         """Return step and path of the newest checkpoint of this run, or step 0 and None: the starting model.
 
-        before: only checkpoints of earlier steps; must be after the step of the resume.
+        before: only checkpoints of earlier steps. Those of earlier sessions count if it is not after the step of the resume.
         """
-        saved = list_checkpoints(self.saver.folder)  # a resume has set later ones aside
+        first = self.resumed_step if before is None or before > self.resumed_step else 0
+        saved = list_checkpoints(self.saver.folder)  # the start of a resume has set later ones aside
         saved = [path for path in saved if before is None or checkpoint_step(path) < before]
-        if saved and checkpoint_step(saved[-1]) > self.resumed_step:
+        if saved and checkpoint_step(saved[-1]) > first:
             return checkpoint_step(saved[-1]), saved[-1]
-        return self.resumed_step, self.resumed
+        return (self.resumed_step, self.resumed) if first else (0, None)
 
     def restore_trainers(self) -> int:
         """Load the newest checkpoint, if there is one, into the trainers. Returns its step; 0: new processes have the starting model.
@@ -221,14 +224,14 @@ class Checkpoints:
             state = load_state(checkpoint)
             self._begin_at(checkpoint, state, load=load)
             self.trained_step = self.resumed_step
-            self.skipped.restore_streaks(state.get("streaks", {}))  # older checkpoints have none
+            self._restore_counts(state)
             self.source.restore(state["source"])
         self.log.notice(f"resumed after step {state['step']} from {checkpoint}")
         return self.resumed_step, self._unlogged(state)
 
     def begin_at(self, checkpoint: Path | None, *, load: bool = True) -> None:
-        """Load `checkpoint` into the trainers (None: they have the starting model), and set later ones aside. `go_on_with` restores
-        the source. load: as in `resume`."""
+        """Load `checkpoint` into the trainers (None: they have the starting model). `go_on_with` restores the source. load: as in
+        `resume`."""
         if checkpoint is not None:
             self._begin_at(checkpoint, load_state(checkpoint), load=load)
 
@@ -238,26 +241,33 @@ class Checkpoints:
             self._load(checkpoint, state)
         else:
             self._restore_what_trainers_change(state)
-        self.abandon_after(self.resumed_step)
 
     def go_on_with(self, state: dict[str, Any], *, restore: bool = False) -> Metrics | None:
         """Go on with a journalled `state`: the trainers have the weights after its step. Returns the step's metrics if its line was
         never written. restore: also restore KL weight and gradient norms, which the training of its steps has not."""
         if restore:
             self._restore_what_trainers_change(state)
-        self.skipped.restore_streaks(state["streaks"])
+        self._restore_counts(state)
         self.rolled_back_step = state["rolled_back_step"]
         self.source.restore(state["source"])
         self.trained_step = int(state["step"])
         return self._unlogged(state)
 
+    def _restore_counts(self, state: dict[str, Any]) -> None:
+        """Restore the counts of skipped steps and of spikes. Checkpoints of earlier versions have none."""
+        self.skipped.restore_streaks(state.get("streaks", {}))
+        if self.rollbacks is not None and state.get("rollbacks") is not None:
+            self.rollbacks.restore(state["rollbacks"])
+
     def _unlogged(self, state: dict[str, Any]) -> Metrics | None:
         return state["metrics"] if self.log.next_step == state["step"] else None
 
     def abandon_after(self, step: int) -> None:
-        """Set aside the checkpoints of steps after `step`, from which the run goes on."""
+        """Set aside the checkpoints of steps after `step`, from which the run goes on. It may be before the step of the resume."""
+        if step < self.resumed_step:
+            self.resumed, self.resumed_step = self.newest(before=step + 1)[1], step
         for path in set_aside_later(self.saver.folder, step):
-            self.log.notice(f"a later checkpoint, which this run abandons, is kept as {path}")
+            self.log.notice(abandoned_text(path))
 
     def _save(self, step: int, prepare: Callable[[], None] | None = None) -> None:
         """Save the weights and the controller's state (`_state`).
@@ -265,6 +275,8 @@ class Checkpoints:
         prepare: set if the run ends now. Then do not wait for running groups, and call it before the weights are saved: it
         may end engines, and the state contains their samples.
         """
+        if self.newest()[0] == step:  # trainers failed after it was written; `restore_trainers` has committed it
+            return
         if prepare is None:
             with self.log.phase("drain"):
                 self.source.drain()
@@ -287,4 +299,5 @@ class Checkpoints:
             "kl_weight": self.kl_weight.value if adapted else None,
             "grad_norms": {role: norms.state() for role, norms in self.skipped.norms.items()},
             "streaks": self.skipped.plain_streaks(),
+            "rollbacks": self.rollbacks.state() if self.rollbacks is not None else None,
         }

@@ -99,7 +99,8 @@ def _train_to_the_end(
             return end.status if end.status > 0 else 1
         if end.report is None:  # the child could not print it
             _print(cause)
-        place = "without a checkpoint" if step is None else f"from step {step}"
+        start = "without a checkpoint" if recipe.train.resume in ("never", "auto") else f"from {recipe.train.resume}"
+        place = start if step is None else f"from step {step}"
         wait = f" in {delay:.0f} s" if delay else ""
         count = f"failure {failures.in_a_row} of at most {failures.limit} without a new {failures.progress}"
         _print(f"the run is started again {place}{wait} ({count})")

@@ -13,9 +13,15 @@ from typing import Any
 
 import yaml
 
-from megarl.checkpoint.folder import checkpoint_step, find_checkpoint, list_checkpoints
+from megarl.checkpoint.folder import (
+    abandoned_text,
+    checkpoint_step,
+    find_checkpoint,
+    list_checkpoints,
+    set_aside_later,
+)
 from megarl.checkpoint.identity import check_identity
-from megarl.checkpoint.journal import JournalEntry, JournalSearch, newest_step, training_settings
+from megarl.checkpoint.journal import JournalEntry, JournalSearch, discard, newest_step, training_settings
 from megarl.errors import NotHereError, RecipeError, plain, raise_all
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
@@ -53,6 +59,19 @@ class RunPlace:
     def state(self) -> Path | None:
         """The folder with the controller's state of the resume; None if the run starts at its beginning."""
         return self.checkpoint if self.journal is None else self.journal.path
+
+    def abandon_later_steps(self) -> list[str]:
+        """Set aside the checkpoints after the one that the run resumes from, and delete a journal that it does not use. Returns notices.
+
+        Called before processes start: after a failure of one of them, `train.restarts` takes the newest checkpoint and the journal.
+        The run's directory must be locked.
+        """
+        if self.journal is None:
+            discard(self.directory.journal)
+        if self.checkpoint is None:
+            return []
+        later = set_aside_later(self.directory.checkpoints, checkpoint_step(self.checkpoint))
+        return [abandoned_text(path) for path in later]
 
 
 def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
@@ -122,7 +141,14 @@ def _find_journal(
     """
     train = recipe.train
     by_this_run = is_own_checkpoint(directory, checkpoint)
-    if not train.journal or train.resume == "never" or newest_step(directory.journal) is None:
+    journalled = newest_step(directory.journal)
+    if train.resume == "never" or journalled is None:
+        return None
+    if not train.journal:
+        if journalled > (0 if checkpoint is None else checkpoint_step(checkpoint)):
+            warnings.append(
+                f"the journal up to step {journalled} is not used, and training deletes it, since train.journal is false"
+            )
         return None
     if train.resume != "auto" and (by_this_run or list_checkpoints(directory.checkpoints)):
         warnings.append("the journal is not used, since train.resume names a checkpoint")

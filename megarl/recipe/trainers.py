@@ -158,7 +158,7 @@ class ActorConfig:
 
     mini_batches: int = key(
         1,
-        "Parts into which the groups of a step's batch are split, each with an optimizer step.",
+        "Parts into which the groups of a step's batch are split, each with an optimizer step. A batch of fewer groups (`algorithm.dynamic_sampling`) is split into single groups.",
         at_least=1,
     )
     mini_batch_order: Literal["as_sampled", "balanced"] = key(
@@ -179,7 +179,7 @@ class ActorConfig:
 
     @property
     def optimizer_steps(self) -> int:
-        """Return the number of optimizer steps of a controller step."""
+        """Return the number of optimizer steps of a controller step whose batch has at least as many groups as mini batches."""
         return self.mini_batches * self.epochs
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from megarl.checkpoint.journal import Journal, JournalEntry, discard, training_settings
+from megarl.checkpoint.journal import Journal, JournalEntry, training_settings
 from megarl.checkpoint.kept_batches import KeptBatches
 from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.schema import Recipe
@@ -93,6 +93,5 @@ def keep_steps(
     batches = KeptBatches(folder.batches, durable=train.journal, earlier=entry.batches if entry is not None else ())
     repeatable = RepeatableSteps(batches) if train.trainer_restarts or train.journal else None
     if not train.journal:
-        discard(folder.journal)
         return repeatable, None
     return repeatable, Journal(folder.journal, batches, training_settings(recipe), entry, notice)

@@ -180,6 +180,9 @@ def test_without_the_journal_its_files_are_deleted(tmp_path: Path) -> None:
         assert not (tmp_path / "run" / "journal").exists() and not (tmp_path / "run" / "batches").exists()
 
     assert session(recipe, cast(Any, look)) is not None and again.points.count("after take") == 4
+    assert "the journal up to step 5 is not used, and training deletes it, since train.journal is false" in notices(
+        recipe
+    )
 
 
 @pytest.mark.parametrize(

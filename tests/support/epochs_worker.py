@@ -24,14 +24,14 @@ from tests.support.invariance import Layout, batch, recipe_of  # noqa: E402
 from tests.support.trainer_processes import forget_last_model  # noqa: E402
 
 
-def train(model: Path, loss: str, epochs: int, batches: int) -> dict[str, Any]:
-    """Train on the same batch `batches` times, each with `epochs` epochs of two mini batches."""
+def train(model: Path, loss: str, epochs: int, batches: int, mini_batches: int = 2) -> dict[str, Any]:
+    """Train on the same batch of four groups `batches` times, each with `epochs` epochs of its mini batches."""
     forget_last_model()
     recipe = recipe_of(Layout("qwen3", 1, {}), model)
     recipe.algorithm.loss, recipe.algorithm.kl_coef = loss, 0.0
-    recipe.actor.mini_batches, recipe.actor.epochs = 2, epochs
+    recipe.actor.mini_batches, recipe.actor.epochs = mini_batches, epochs
     recipe.train.source, recipe.observe.token_samples_per_step, recipe.rollout.samples_per_prompt = "rollout", 2, 2
-    worker = ActorWorker(recipe, total_optimizer_steps=2 * epochs * batches)
+    worker = ActorWorker(recipe, total_optimizer_steps=mini_batches * epochs * batches)
     metrics: list[Any] = []
     for _ in range(batches):
         worker.load_shard(plan_step(batch(), recipe, 1, 1).shards[0])
@@ -69,6 +69,7 @@ def main() -> None:
     cases = {
         "two epochs": train(model, "reinforce", epochs=2, batches=1),
         "two batches": train(model, "reinforce", epochs=1, batches=2),
+        "six mini batches": train(model, "reinforce", epochs=2, batches=1, mini_batches=6),
         "ratios": train(model, "ppo_clip", epochs=2, batches=1),
     }
     torch.save(cases, output)

@@ -41,7 +41,6 @@ from megarl.trainer.group import ActorGroup
 from megarl.trainer.kept import Way, judge_kept
 from megarl.trainer.repeatable_steps import keep_steps
 from megarl.trainer.restarts import TrainerRestarts
-from megarl.trainer.rollbacks import Rollbacks
 from megarl.types import Group, InlineData, Metrics, Partial, Prompt, Sample, SampleTokens, Span
 from megarl.weight_sync.placement import Placement
 from tests.rollout.test_source import Prompts
@@ -262,7 +261,7 @@ def run_session(
         return workers
 
     with log:
-        for notice in place.notices:
+        for notice in [*place.notices, *place.abandon_later_steps()]:
             log.notice(notice)
         for warning in place.warnings:
             log.warn(warning)
@@ -322,7 +321,7 @@ def _assembled(
         Checkpoints(recipe.train, saver, source, kl_weight, skipped, IDENTITY, load, log, stop, journal=journal),
         skipped, kl_weight, cast(Any, SimpleNamespace(decode=lambda ids, special=False: str(ids))),
         Profiling(recipe.observe, actor, [], log, folder.profile, 1.0, lambda: None), log, 1, None,
-        repeatable, TrainerRestarts(most, start, check) if most else None, Rollbacks.of(recipe.train),
+        repeatable, TrainerRestarts(most, start, check) if most else None,
     )  # fmt: skip
 
 

@@ -33,6 +33,12 @@ def test_two_epochs_are_two_steps_on_the_same_batch(results: Any) -> None:
         assert torch.equal(weight, batches["weights"][name]), name
 
 
+def test_a_batch_of_few_groups_is_trained_on_once_an_epoch(results: Any) -> None:
+    """Four groups are four mini batches, not six of which two repeat."""
+    losses = [metrics["actor/loss"] for metrics in results["six mini batches"]["metrics"]]
+    assert len(losses) == 8
+
+
 def test_old_log_probs_are_those_of_before_the_first_epoch(results: Any) -> None:
     ratios = [metrics["actor/ratio"] for metrics in results["ratios"]["metrics"]]
     assert ratios[0] == pytest.approx(1.0, abs=1e-6)

@@ -12,7 +12,7 @@ from megarl.types import Metrics
 
 @dataclass
 class Rollbacks:
-    """Spikes and rollbacks of this session.
+    """Spikes and rollbacks of a run.
 
     spikes: number in the last `window` steps that causes a rollback (`train.spikes_before_rollback`, `train.save_every`). most:
     rollbacks to one checkpoint (`train.rollbacks`).
@@ -73,7 +73,7 @@ class Rollbacks:
         }
 
     def restore(self, state: Mapping[str, list[list[int]]]) -> None:
-        """Go on with a journalled `state`."""
+        """Go on with the `state` of a checkpoint or of the journal."""
         self._of_step = {step: count for step, count in state["of_step"]}
         self._to = Counter({step: count for step, count in state["to"]})
 
