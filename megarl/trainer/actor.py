@@ -266,9 +266,7 @@ class ActorWorker(Worker):
         settings, measure = self.recipe.algorithm, not runs_old_log_prob_pass(self.recipe.algorithm)
         metrics, sampled = [], self.recipe.train.source == "rollout"
         self.mismatch = Mismatch() if measure else self.mismatch
-        for update in range(
-            self.recipe.actor.epochs * len(self.batches)
-        ):  # a batch of few groups has fewer mini batches
+        for update in range(self.recipe.actor.epochs * len(self.batches)):
             number = update % len(self.batches)
             mini_batch = self.batches[number]
             if LOSSES[settings.loss].selection is not None:
