@@ -23,15 +23,30 @@ T = TypeVar("T")
 _SHARD_BYTES = 4 * 2**30
 _SHOWN = 5  # names in an error
 _INDEX = "model.safetensors.index.json"
+_TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer with several templates
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "tokenization_*.py",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template.*",
+    _TEMPLATES,
+)
 
 
 @dataclass(frozen=True)
 class ExportChange:
-    """Differences of a trained model from its source directory: tensor names, config.json and the chat template."""
+    """Differences of a trained model from its source directory: tensor names, config.json, tokenizer and chat template."""
 
     removed: tuple[str, ...] = ()  # tensors that the source may have and the model does not
     added: tuple[str, ...] = ()  # tensors that the model has and the source may lack
     config: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # transforms config.json
+    tokenizer: Path | None = None  # folder of a tokenizer instead of the source's
     chat_template: str | None = None  # text of a template instead of the tokenizer's
 
     def apply(self, names: Iterable[str]) -> list[str]:
@@ -77,15 +92,36 @@ def save_hf(
         torch.distributed.barrier()
         return
     with atomic_directory(directory) as partial:
-        for file in sorted(source.iterdir()):
-            if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".pt", ".pth", _INDEX, CONVERSION)):
-                shutil.copyfile(file, partial / file.name)
+        weight_files = (".safetensors", ".bin", ".pt", ".pth", _INDEX, CONVERSION)
+        _copy((file for file in source.iterdir() if not file.name.endswith(weight_files)), partial)
+        if change.tokenizer is not None:
+            _replace_tokenizer(partial, change.tokenizer)
         if change.config is not None:
             (partial / "config.json").write_text(json.dumps(change.config(_config(source)), indent=2) + "\n")
         if change.chat_template is not None:
             _write_chat_template(partial, change.chat_template)
         _Shards(partial).write(_with_untrained(weights, source, change))
     torch.distributed.barrier()
+
+
+def _copy(paths: Iterable[Path], directory: Path) -> None:
+    """Copy files, and a tokenizer's folder of templates, to `directory`. Other folders are left out."""
+    for path in sorted(paths):
+        if path.is_file():
+            shutil.copyfile(path, directory / path.name)
+        elif path.name == _TEMPLATES:
+            shutil.copytree(path, directory / path.name, copy_function=shutil.copyfile)
+
+
+def _replace_tokenizer(directory: Path, tokenizer: Path) -> None:
+    """Replace the files of the tokenizer in `directory` by those of the folder `tokenizer`."""
+
+    def files(folder: Path) -> list[Path]:
+        return [path for path in folder.iterdir() if any(path.match(pattern) for pattern in _TOKENIZER_FILES)]
+
+    for path in files(directory):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _copy(files(tokenizer), directory)
 
 
 def _write_chat_template(directory: Path, template: str) -> None:

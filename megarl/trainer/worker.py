@@ -302,7 +302,8 @@ class Worker:
         self.check_weights(f"nothing is exported to {directory}. {CAUSES_OF_BROKEN_WEIGHTS}")
         model, change = self.recipe.model, self.trainer.export_change
         template = template_text(self.recipe.data.chat_template, model.tokenizer or model.path)
-        self.trainer.export_change = replace(change, chat_template=template)
+        tokenizer = Path(model.tokenizer) if model.tokenizer else None
+        self.trainer.export_change = replace(change, tokenizer=tokenizer, chat_template=template)
         self.trainer.save_hf(Path(directory))
 
     def check_weights(self, event: str) -> None:

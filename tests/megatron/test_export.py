@@ -56,6 +56,35 @@ def test_untrained_layers_are_copied_and_counted(source: Path, tmp_path: Path) -
     assert compare_with_hf(out, trained(*TRAINED), source) == ExportComparison(equal=3, untrained=2)
 
 
+def test_a_separate_tokenizer_replaces_the_sources(source: Path, tmp_path: Path) -> None:
+    """`model.tokenizer`: with the source's tokenizer or template, users would be served with other ids than those that were trained."""
+    separate = tmp_path / "tokenizer"
+    for folder, names_of_files in (
+        (source, ["vocab.json", "merges.txt"]),
+        (separate, ["tokenizer.model", "config.json"]),
+    ):
+        (folder / "additional_chat_templates").mkdir(parents=True)
+        (folder / "additional_chat_templates" / f"of_{folder.name}.jinja").touch()
+        for name in ["tokenizer_config.json", "preprocessor_config.json", *names_of_files]:
+            if not (folder / name).exists():
+                (folder / name).write_text(folder.name)
+    save_hf(tmp_path / "out", source, trained(*TRAINED), ExportChange(tokenizer=separate))
+    expected = [
+        "additional_chat_templates",
+        "config.json",
+        "model.safetensors",
+        "preprocessor_config.json",
+        "tokenizer.model",
+    ]
+    assert names(tmp_path / "out") == [*expected, "tokenizer_config.json"]
+    assert names(tmp_path / "out" / "additional_chat_templates") == ["of_tokenizer.jinja"]
+    for name, origin in {"tokenizer_config.json": "tokenizer", "preprocessor_config.json": "source"}.items():
+        assert (tmp_path / "out" / name).read_text() == origin
+    assert "num_hidden_layers" in (tmp_path / "out" / "config.json").read_text()
+    save_hf(tmp_path / "out", source, trained(*TRAINED))
+    assert names(tmp_path / "out" / "additional_chat_templates") == ["of_source.jinja"]
+
+
 def test_a_trained_tensor_missing_from_the_export_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"1 tensors of .*not among the exported weights: model.layers.0.up.weight"):
         save_hf(tmp_path / "out", source, trained(TRAINED[0], TRAINED[2]))
