@@ -15,11 +15,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl.atomic_files import disk_errors, sync
+from megarl.atomic_files import DiskFullError, disk_errors, sync
 from megarl.checkpoint.controller_state import write_state
 from megarl.checkpoint.manifest import FileSum, find_damage, write_manifest
 
 _NAME = re.compile(r"step_(\d{6,})$")
+
+
+class NoRoomError(DiskFullError):
+    """The disk has too little space for a checkpoint, and nothing of it was written. needed: its size in bytes."""
+
+    def __init__(self, text: str, needed: int) -> None:
+        super().__init__(text)
+        self.needed = needed
 
 
 def checkpoint_name(step: int) -> str:
@@ -156,13 +164,14 @@ def _begin(folder: Path, step: int, state: dict[str, Any], notice: Callable[[str
 
 
 def check_room(folder: Path, step: int, needed: int) -> None:
-    """Raise RuntimeError if `folder`'s disk has fewer than `needed` bytes free, before anything is written."""
+    """Raise NoRoomError if `folder`'s disk has fewer than `needed` bytes free, before anything is written."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         kept = ", ".join(path.name for path in list_checkpoints(folder)) or "none yet"
-        raise RuntimeError(
+        raise NoRoomError(
             f"the checkpoint of step {step} needs {needed} bytes, and the disk of {folder} has {free} free. Nothing was "
-            f"written; earlier checkpoints are unchanged ({kept}). Free some space and resume with train.resume=auto."
+            f"written; earlier checkpoints are unchanged ({kept}). Free some space and resume with train.resume=auto.",
+            needed,
         )
 
 

@@ -177,13 +177,19 @@ def is_own_checkpoint(directory: RunDirectory, checkpoint: Path | None) -> bool:
     return checkpoint is not None and checkpoint.parent.resolve() == directory.checkpoints.resolve()
 
 
-def run_directory_errors(recipe: Recipe) -> Iterator[RecipeError]:
-    """Yield an error if the run's directory contains another run, is not writable, or is on a full disk."""
+def run_directory_errors(recipe: Recipe, *, resumes: bool = True) -> Iterator[RecipeError]:
+    """Yield an error if the run's directory contains another run, is not writable, or is on a full disk. resumes: whether the command
+    can resume a run."""
     directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
     if recipe.train.resume == "never" and directory.has_results():
         problem = f"{directory.path} already holds a run"
-        remedy = "set train.resume=auto to resume it, name=... for another directory, or move it away"
-        yield NotHereError("train.resume", problem, remedy, value="never")
+        elsewhere = "name=... for another directory, or move it away"
+        if resumes:
+            yield NotHereError(
+                "train.resume", problem, f"set train.resume=auto to resume it, {elsewhere}", value="never"
+            )
+        else:
+            yield NotHereError("name", problem, f"set {elsewhere}", value=recipe.name)
     path = directory.path
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not existing.is_dir():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megarl.checkpoint.controller_state import load_state
-from megarl.checkpoint.folder import find_checkpoint, list_checkpoints, resume_hint, set_aside_later
+from megarl.checkpoint.folder import NoRoomError, find_checkpoint, list_checkpoints, resume_hint, set_aside_later
 from megarl.checkpoint.identity import (
     CONTENTS,
     check_base,
@@ -107,7 +107,7 @@ def test_a_save_larger_than_the_free_space_is_refused_before_writing(tmp_path: P
     run_saver = saver(tmp_path, trainers)
     run_saver.save(2, state())
     trainers.bytes = 1 << 60
-    with pytest.raises(RuntimeError, match=r"step 4 needs 2305843009213693952 bytes.* free.*step_000002") as error:
+    with pytest.raises(NoRoomError, match=r"step 4 needs 2305843009213693952 bytes.* free.*step_000002") as error:
         run_saver.save(4, state())
     assert str(tmp_path) in str(error.value)
     assert names(tmp_path) == ["step_000002"] and find("auto", tmp_path)[0] == tmp_path / "step_000002"

@@ -5,68 +5,30 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.commands.serve import codec
 from megarl.commands.serve.calls import CallAnswer, CallAnswers, TrainerCalls
+from megarl.commands.serve.clients import ALIVE_SECONDS, ClientSessions, ServedSampler, TrainedModel, UnknownId
 from megarl.commands.serve.session import TrainingSession
-from megarl.commands.serve.states import ExportStore
+from megarl.commands.serve.states import ExportStore, check_name
 from megarl.types import Completion
 
-_ALIVE = 60.0  # seconds after its last message until a session counts as ended; clients send one every 10
 _SCHEME = "tinker://"
-
-
-class UnknownId(LookupError):
-    """An id that this server has not given out, or not since its start."""
-
-
-@dataclass
-class ClientSession:
-    """A client's session. `seen`: time of its last message, in seconds of `time.monotonic`."""
-
-    seen: float
-    finished: bool = False
-
-
-@dataclass
-class TrainedModel:
-    """The model in training. `calls`: request id by the client's number of the call. `broken`: a pass has failed since the last
-    update, so its gradient is missing."""
-
-    id: str
-    session: str
-    calls: dict[int, str] = field(default_factory=dict)
-    broken: str | None = None
-
-    @property
-    def folder(self) -> str:
-        """Its name in paths of files."""
-        return self.id.replace(":", "-")
-
-
-@dataclass(frozen=True)
-class ServedSampler:
-    """A sampling session. `version`: of the weights. `path`: of named weights."""
-
-    id: str
-    version: int
-    path: str | None = None
 
 
 class TrainingApi:
     """The operations behind the routes. `name`: of the model for clients. Thread-safe; the trainers' calls run in `calls.serve`."""
 
     def __init__(self, session: TrainingSession, name: str, calls: TrainerCalls) -> None:
-        self.session, self.name, self.calls, self.answers = session, name, calls, CallAnswers()
+        self.session, self.name, self.calls = session, name, calls
+        self.sessions = ClientSessions()
+        self.answers = CallAnswers(self.sessions.has_ended)
         self.exports = ExportStore(session.model.directory.path / "sampler_weights")
         self.rank = session.recipe.lora.rank
         self._lock = threading.RLock()
-        self._sessions: dict[str, ClientSession] = {}
         self._model: TrainedModel | None = None
         self._samplers: dict[str, ServedSampler] = {}
         self._named: dict[str, int] = {}  # path of sampler weights -> version
@@ -76,25 +38,18 @@ class TrainingApi:
 
     def create_session(self) -> dict[str, Any]:
         """Return the answer of create_session; the client logs the warning."""
-        session = f"s-{secrets.token_hex(8)}"
-        with self._lock:
-            self._sessions[session] = ClientSession(time.monotonic())
+        self.answers.forget_ended()
+        session = self.sessions.create()
         answer = {"type": "create_session", "session_id": session}
         if not self.rank:
             return answer
         targets = ", ".join(self.session.recipe.lora.targets)
         return {**answer, "warning_message": f"adapters are on {targets} (lora.targets), and none on the unembedding"}
 
-    def touch(self, session: str) -> ClientSession:
-        """Note a sign of life. Raises UnknownId."""
-        if session not in self._sessions:
-            raise UnknownId(f"session {session!r} is unknown; sessions end with the server: create a new ServiceClient")
-        self._sessions[session].seen = time.monotonic()
-        return self._sessions[session]
-
     def finish_session(self, session: str) -> None:
-        """End a session; its model may be replaced."""
-        self.touch(session).finished = True
+        """End a session; its model may be replaced, and its answers are forgotten."""
+        self.sessions.touch(session).finished = True
+        self.answers.forget_ended()
 
     # --- models ---------------------------------------------------------------------------------
 
@@ -109,22 +64,21 @@ class TrainingApi:
             self.session.reset()
             return _json({"type": "create_model", "model_id": model.id})
 
-        return self._submit(model, 0, create), model.id
+        return self._submit(model, 0, _starting(model, create)), model.id
 
     def _new_model(self, body: Mapping[str, Any]) -> TrainedModel:
         """Return the model of (session_id, model_seq_id), which becomes the model in training. Raises ValueError if there is one."""
         session = str(body.get("session_id"))
-        self.touch(session)
+        self.sessions.touch(session)
         new = f"{session}:train:{codec.integer(body, 'model_seq_id', 0)}"
         with self._lock:
             held = self._model
             if held is not None and held.id == new:
                 return held
-            owner = None if held is None else self._sessions[held.session]
-            if held is not None and owner is not None and not owner.finished and time.monotonic() - owner.seen < _ALIVE:
+            if held is not None and held.failed_start is None and not self.sessions.has_ended(held.session):
                 raise ValueError(
                     f"this server trains one model at a time, and {held.id} is in training. End its session first "
-                    f"(service_client.close('success')), or wait {_ALIVE:.0f} s after its client has ended"
+                    f"(service_client.close('success')), or wait {ALIVE_SECONDS:.0f} s after its client has ended"
                 )
             self._model = TrainedModel(new, session)
             return self._model
@@ -165,7 +119,7 @@ class TrainingApi:
         held = self._model
         if held is None or held.id != model_id:
             raise UnknownId(f"model {model_id!r} is not in training on this server; create a new training client")
-        self.touch(held.session)
+        self.sessions.touch(held.session)
         return held
 
     def info(self, model_id: str) -> dict[str, Any]:
@@ -211,24 +165,30 @@ class TrainingApi:
         return self._submit(model, codec.integer(body, "seq_id", 0), run)
 
     def save_weights(self, body: Mapping[str, Any]) -> str:
-        """Queue save_state."""
+        """Queue save_state. Raises ValueError."""
         model, name = self.model(str(body.get("model_id"))), str(body.get("path"))
+        seconds = codec.lifetime(body)
 
         def run() -> CallAnswer:
-            how = {"overwrite": bool(body.get("overwrite")), "seconds": body.get("ttl_seconds")}
+            how = {"overwrite": bool(body.get("overwrite")), "seconds": seconds}
             self.session.save_state(model.folder, name, metadata=body.get("user_metadata"), **how)
             return _json({"type": "save_weights", "path": f"{_SCHEME}{model.id}/weights/{name}"})
 
         return self._submit(model, codec.integer(body, "seq_id", 0), run)
 
     def load_weights(self, body: Mapping[str, Any]) -> tuple[str, str]:
-        """Queue load_state, into the model in training or a new one. Returns the ids of request and model. Raises ValueError."""
+        """Queue load_state, into the model in training or a new one. Returns the ids of request and model. Raises ValueError.
+
+        The queued call looks for the state: calls before it may save, replace or delete it.
+        """
         path, with_optimizer = str(body.get("path")), bool(body.get("optimizer"))
         if body.get("weights_access_token"):
             raise ValueError("weights_access_token is set; this server has one account: leave it out")
         owner, name = _parts(path, "weights")
-        saved = self.session.states.find(owner.replace(":", "-"), name)
-        if body.get("session_id") is not None:
+        folder, is_new = owner.replace(":", "-"), body.get("session_id") is not None
+        for part in (folder, name):
+            check_name(part)
+        if is_new:
             if body.get("base_model") is not None:
                 self._check_name(str(body["base_model"]))
             self._check_optimizer(body)
@@ -237,18 +197,18 @@ class TrainingApi:
             model, number = self.model(str(body.get("model_id"))), codec.integer(body, "seq_id", 0)
 
         def run() -> CallAnswer:
-            self.session.load_state(saved, with_optimizer=with_optimizer)
+            self.session.load_state(self.session.states.find(folder, name), with_optimizer=with_optimizer)
             model.broken = None
             return _json({"type": "load_weights", "path": path, "model_id": model.id})
 
-        return self._submit(model, number, run), model.id
+        return self._submit(model, number, _starting(model, run) if is_new else run), model.id
 
     # --- samplers -------------------------------------------------------------------------------
 
     def save_for_sampler(self, body: Mapping[str, Any]) -> str:
-        """Queue the weight sync to the engines; with a name also the export of the model."""
+        """Queue the weight sync to the engines; with a name also the export of the model. Raises ValueError."""
         model, name = self.model(str(body.get("model_id"))), body.get("path")
-        kind = body.get("kind", "snapshot")
+        kind, seconds = body.get("kind", "snapshot"), codec.lifetime(body)
 
         def run() -> CallAnswer:
             if kind != "snapshot":
@@ -257,14 +217,19 @@ class TrainingApi:
                 )
             path = None
             if name is not None:
-                limit, metadata = body.get("ttl_seconds"), body.get("user_metadata")
-                self.session.export(self.exports.place(model.folder, str(name), seconds=limit, metadata=metadata))
+                about = {"seconds": seconds, "metadata": body.get("user_metadata")}
+                self.session.export(self.exports.place(model.folder, str(name), **about))
                 path = f"{_SCHEME}{model.id}/sampler_weights/{name}"
             version = self._publish()
             if path is not None:
                 self._named[path] = version
                 return _json({"type": "save_weights_for_sampler", "path": path})
-            return _json({"type": "save_weights_for_sampler", "sampling_session_id": self._new_sampler(version).id})
+            return _json(
+                {
+                    "type": "save_weights_for_sampler",
+                    "sampling_session_id": self._new_sampler(model.session, version).id,
+                }
+            )
 
         return self._submit(model, codec.integer(body, "seq_id", 0), run)
 
@@ -278,7 +243,8 @@ class TrainingApi:
 
     def create_sampler(self, body: Mapping[str, Any]) -> Callable[[], CallAnswer]:
         """Return the call that creates a sampling session, for the thread of the trainers. Raises ValueError."""
-        self.touch(str(body.get("session_id")))
+        session = str(body.get("session_id"))
+        self.sessions.touch(session)
         path, base = body.get("model_path"), body.get("base_model")
         if path is not None:
             _parts(str(path), "sampler_weights")
@@ -292,19 +258,19 @@ class TrainingApi:
                     f"{path or base} cannot be sampled now: the engines hold one version of the weights, and this is not it. Call "
                     "save_weights_for_sampler again"
                 )
-            sampler = self._new_sampler(version, path)
+            sampler = self._new_sampler(session, version, path)
             return _json({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
         return run
 
     def _base(self) -> int | None:
-        """Return the version of the starting model, which is published if the trainers still have it."""
-        if self.session.is_fresh and self._base_version is None:
+        """Return the version of the starting model, which is published if the trainers still have it and the engines do not."""
+        if self.session.is_fresh and (self._base_version is None or self.session.sampled_updates is None):
             self._publish()
         return self._base_version
 
-    def _new_sampler(self, version: int, path: str | None = None) -> ServedSampler:
-        sampler = ServedSampler(f"sampler-{secrets.token_hex(8)}", version, path)
+    def _new_sampler(self, session: str, version: int, path: str | None = None) -> ServedSampler:
+        sampler = ServedSampler(f"sampler-{secrets.token_hex(8)}", session, version, path)
         with self._lock:
             self._samplers[sampler.id] = sampler
         return sampler
@@ -322,17 +288,19 @@ class TrainingApi:
             return self._samplers[sampler_id]
 
     def sample(self, body: Mapping[str, Any]) -> tuple[str, list[str]]:
-        """Start sampling. Returns the id of the request, and an id for each response. Raises ValueError."""
+        """Start sampling. Returns the id of the request, and an id for each response. Raises ValueError and TooManyCalls."""
         call = codec.sample_call(body, self.session.model.longest_sample)
         sampler = self._sampler(call.session)
+        self.sessions.touch(sampler.session)
         request_id = f"{sampler.id}:sample:{call.seq_id}"
         names = [f"{request_id}:{number}" for number in range(call.count)]
         with self._lock:
             if self.answers.get(request_id) is not None:
                 return request_id, names  # sent again
+            self.answers.make_room()
             answer: Future[CallAnswer] = Future()
             running = self.session.begin_sample(call.prompt, call.params, call.count, sampler.version)
-            self.answers.add(request_id, answer)
+            self.answers.add(request_id, sampler.session, answer)
 
         def finish(done: Future[list[Completion]]) -> None:
             error = done.exception()
@@ -344,14 +312,45 @@ class TrainingApi:
         running.add_done_callback(finish)
         return request_id, names
 
+    def answer(self, request_id: str) -> Future[CallAnswer]:
+        """Return the answer of a call, and note a sign of life of its client. Raises UnknownId."""
+        kept = self.answers.get(request_id)
+        if kept is None:
+            raise UnknownId(
+                f"the answer of request {request_id!r} is not here: it was fetched before, its session has ended, or the server has "
+                "restarted"
+            )
+        self.sessions.touch(kept.session)
+        return kept.future
+
     def _submit(self, model: TrainedModel, number: int, call: Callable[[], CallAnswer]) -> str:
-        """Queue a call of `model`; a call that the client sends again keeps its answer."""
+        """Queue a call of `model`; a call that the client sends again keeps its answer. Raises TooManyCalls."""
         request_id = f"{model.id}:{number}"
+
+        def run() -> CallAnswer:
+            if model.failed_start is not None:
+                raise ValueError(f"{model.id} has no weights: {model.failed_start}. Create a new training client")
+            return call()
+
         with self._lock:
             if number not in model.calls:
-                self.answers.add(request_id, self.calls.submit(call))
+                self.answers.make_room()
+                self.answers.add(request_id, model.session, self.calls.submit(run))
                 model.calls[number] = request_id
         return request_id
+
+
+def _starting(model: TrainedModel, call: Callable[[], CallAnswer]) -> Callable[[], CallAnswer]:
+    """Return `call`, which gives `model` its first weights. If it fails, another model may take the place of `model`."""
+
+    def run() -> CallAnswer:
+        try:
+            return call()
+        except ValueError as error:
+            model.failed_start = str(error)
+            raise
+
+    return run
 
 
 def _json(value: dict[str, Any]) -> CallAnswer:

@@ -27,32 +27,61 @@ class CallAnswer:
     by_caller: bool = False
 
 
-class CallAnswers:
-    """Answers by request id. Finished ones that were fetched are forgotten first when there are too many. Thread-safe."""
+@dataclass(frozen=True)
+class KeptAnswer:
+    """An answer, perhaps of a running call. session: of the client that fetches it."""
 
-    def __init__(self) -> None:
+    session: str
+    future: Future[CallAnswer]
+
+
+class CallAnswers:
+    """Answers by request id. Fetched ones, and finished ones of sessions that have ended, are forgotten. Thread-safe.
+
+    has_ended: whether the session of this id has ended, so that its client fetches no more answers.
+    """
+
+    def __init__(self, has_ended: Callable[[str], bool]) -> None:
+        self._has_ended = has_ended
         self._lock = threading.Lock()
-        self._futures: OrderedDict[str, Future[CallAnswer]] = OrderedDict()
+        self._answers: dict[str, KeptAnswer] = {}
         self._fetched: OrderedDict[str, int] = OrderedDict()  # bytes
         self._bytes = 0
 
-    def add(self, request_id: str, answer: Future[CallAnswer]) -> None:
-        with self._lock:
-            if len(self._futures) >= MOST_ANSWERS:
-                self._forget(0)
-            if len(self._futures) >= MOST_ANSWERS:
-                raise TooManyCalls(f"{MOST_ANSWERS:,} answers wait to be fetched")
-            self._futures[request_id] = answer
+    def make_room(self) -> None:
+        """Forget what can be forgotten if there are too many answers. Raises TooManyCalls if that is not enough.
 
-    def get(self, request_id: str) -> Future[CallAnswer] | None:
-        """Return the answer; None if the id is unknown, or its answer was fetched and forgotten."""
+        Call it before a call starts: one that has started must have a place for its answer.
+        """
+        if len(self._answers) >= MOST_ANSWERS:
+            self.forget_ended()
         with self._lock:
-            return self._futures.get(request_id)
+            if len(self._answers) >= MOST_ANSWERS:
+                self._forget(0)
+            if len(self._answers) >= MOST_ANSWERS:
+                raise TooManyCalls(f"{MOST_ANSWERS:,} answers wait to be fetched")
+
+    def add(self, request_id: str, session: str, answer: Future[CallAnswer]) -> None:
+        with self._lock:
+            self._answers[request_id] = KeptAnswer(session, answer)
+
+    def get(self, request_id: str) -> KeptAnswer | None:
+        """Return the answer; None if the id is unknown, or its answer was forgotten."""
+        with self._lock:
+            return self._answers.get(request_id)
+
+    def forget_ended(self) -> None:
+        """Forget the finished answers of sessions that have ended."""
+        with self._lock:
+            for request_id, kept in [*self._answers.items()]:
+                if kept.future.done() and self._has_ended(kept.session):
+                    del self._answers[request_id]
+                    self._bytes -= self._fetched.pop(request_id, 0)
 
     def fetched(self, request_id: str, size: int) -> None:
         """Note that the client has fetched an answer of `size` bytes. It is kept for a while: the response may have been lost."""
         with self._lock:
-            if request_id in self._futures and request_id not in self._fetched:
+            if request_id in self._answers and request_id not in self._fetched:
                 self._fetched[request_id], self._bytes = size, self._bytes + size
             self._forget(MOST_ANSWER_BYTES)
 
@@ -60,7 +89,7 @@ class CallAnswers:
         while self._fetched and (self._bytes > keep_bytes or len(self._fetched) > MOST_ANSWERS // 2):
             request_id, size = self._fetched.popitem(last=False)
             self._bytes -= size
-            del self._futures[request_id]
+            del self._answers[request_id]
 
 
 class TrainerCalls:

@@ -15,6 +15,7 @@ from megarl.types import Completion, TokenScores
 
 _DTYPES = {wire.FLOAT32: "<f4", wire.INT64: "<i8"}
 _MASKED = -99999.0  # the client's log-prob of an entry that is not there
+_LONGEST_LIFETIME = 10_000_000_000  # seconds, about 300 years
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,16 @@ class SampleCall:
 
 
 def sample_call(body: Mapping[str, Any], longest: int) -> SampleCall:
-    """Return the request. longest: of prompt and response together, for requests without max_tokens. Raises ValueError."""
+    """Return the request. longest: most tokens of prompt and response together. Raises ValueError."""
     for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "topk_sample_logprobs", "record_stability_info"):
         if body.get(name):
             raise ValueError(f"sample has {name}, which this server does not have: leave it out")
     settings, prompt = body.get("sampling_params") or {}, _prompt(body.get("prompt") or {})
+    if len(prompt) >= longest:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens, and with its response it may have {longest} (data.max_prompt_length + "
+            f"rollout.max_response_length of the recipe): send at most {longest - 1}, or serve the recipe with longer limits"
+        )
     wants = bool(body.get("prompt_logprobs"))
     likely = integer(body, "topk_prompt_logprobs", 0) if wants or body.get("topk_prompt_logprobs") else None
     max_tokens = settings.get("max_tokens")
@@ -180,6 +186,18 @@ def integer(body: Mapping[str, Any], name: str, default: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} is {value!r}; it must be an integer")
     return value
+
+
+def lifetime(body: Mapping[str, Any]) -> float | None:
+    """Return ttl_seconds of a save; None: for ever. Raises ValueError."""
+    value = body.get("ttl_seconds")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LONGEST_LIFETIME:
+        raise ValueError(
+            f"ttl_seconds is {value!r}; it must be a number of seconds above 0 and at most {_LONGEST_LIFETIME}, or be left out"
+        )
+    return float(value)
 
 
 def _number(body: Mapping[str, Any], name: str, default: float) -> float:

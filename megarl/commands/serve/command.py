@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from megarl.cluster import is_controller, serve
 from megarl.commands.serve.api import TrainingApi
 from megarl.commands.serve.calls import TrainerCalls
 from megarl.commands.serve.session import TrainingSession
@@ -24,7 +25,13 @@ _END_SECONDS = 10.0
 
 
 def serve_recipe(recipe: Recipe, *, host: str, port: int | None, name: str | None) -> None:
-    """Serve the recipe's model until Ctrl-C. Raises RecipeError or InputError before a process starts."""
+    """Serve the recipe's model until Ctrl-C. Raises RecipeError or InputError before a process starts.
+
+    Under torchrun, rank 0 alone listens; the others serve its calls.
+    """
+    if not is_controller(recipe.cluster):
+        serve(recipe)
+        return
     token = api_key()
     listener = listen(host, PORT if port is None else port)
     served = name or recipe.model.path

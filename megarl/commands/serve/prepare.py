@@ -80,6 +80,6 @@ def _check_settings(survey: Survey) -> None:
     recipe = survey.recipe
     survey.add(errors_of(check_engines, recipe.rollout), "rollout.engine")
     survey.add(errors_of(check_extra_names, recipe, "megatron"), "megatron.extra")
-    survey.add(run_directory_errors(recipe), "runs_dir")
+    survey.add(run_directory_errors(recipe, resumes=False), "runs_dir")
     demand = Demand.of(recipe, trainers=True, engines=True)
     survey.add(device_count_errors(recipe.cluster, demand), "cluster.trainers")

@@ -18,8 +18,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from megarl.commands.serve.api import TrainingApi, UnknownId
+from megarl.commands.serve.api import TrainingApi
 from megarl.commands.serve.calls import CallAnswer, TooManyCalls
+from megarl.commands.serve.clients import UnknownId
 
 MOST_JSON_BYTES, MOST_PASS_BYTES = 16 << 20, 256 << 20
 LOOK_SECONDS = 20.0  # a client waits 45 for the answer of a look
@@ -114,7 +115,7 @@ class _Routes:
         return [*routes, Route("/{path:path}", _no_route, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])]
 
     def _heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        if self._api.touch(str(body.get("session_id"))).finished:
+        if self._api.sessions.touch(str(body.get("session_id"))).finished:
             raise HTTPException(410, "the session has been finished")
         return {"type": "session_heartbeat"}
 
@@ -144,11 +145,7 @@ class _Routes:
     async def _retrieve(self, request: Request) -> Response:
         """Return the answer of a call, or 408 after a while: the client asks again."""
         request_id = str(_object(await _body(request, MOST_JSON_BYTES)).get("request_id"))
-        future = self._api.answers.get(request_id)
-        if future is None:
-            raise UnknownId(
-                f"the answer of request {request_id!r} is not here: it was fetched before, or the server has restarted"
-            )
+        future = self._api.answer(request_id)
         try:
             answer: CallAnswer = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), LOOK_SECONDS)
         except asyncio.TimeoutError:

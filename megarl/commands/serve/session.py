@@ -27,7 +27,7 @@ from megarl.batching.datums import AdamParams, Datum, DatumScores
 from megarl.cluster import is_controller, serve
 from megarl.cluster.base import Cluster
 from megarl.commands.serve.prepare import ServedModel, prepare_served_model
-from megarl.commands.serve.states import SavedState, StateStore
+from megarl.commands.serve.states import SavedState, StateStore, state_identity
 from megarl.errors import as_input_error
 from megarl.recipe import Recipe
 from megarl.recipe.derived.offload import offloads
@@ -87,7 +87,8 @@ class TrainingSession:
         assert isinstance(self.actor, DatumGroup)
         self.group: DatumGroup = self.actor
         self.devices: Placement = connect_engines(self.recipe, started, _notice)
-        self.states = StateStore(model.directory.path / "states", self.actor, self._identity(), cluster.check)
+        identity = state_identity(self.recipe, model.config)
+        self.states = StateStore(model.directory.path / "states", self.actor, identity, cluster.check)
         self.passes = 0  # forward_backward calls since the last optim_step
         self.updates = 0  # optim_step calls of this process
         self.version = -1  # of the engines' weights
@@ -269,8 +270,9 @@ class TrainingSession:
     # --- states ---------------------------------------------------------------------------------
 
     def save_state(self, model: str, name: str, **how: Any) -> Path:
-        """Save weights and optimizer as `name` of `model`. how: see `StateStore.save`."""
+        """Save weights and optimizer as `name` of `model`, and delete expired states. how: see `StateStore.save`."""
         self._give_to_actor()
+        self.states.delete_expired()
         return self.states.save(model, name, **how)
 
     def load_state(self, saved: SavedState, *, with_optimizer: bool) -> None:
@@ -340,16 +342,6 @@ class TrainingSession:
             replace(single, group=first + index, seed=seed + index, prompt_top_k=scored[index])
             for index in range(count)
         ]
-
-    def _identity(self) -> dict[str, Any]:
-        recipe, config = self.recipe, self.model.config
-        sizes = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-        lora = {
-            "lora_rank": recipe.lora.rank,
-            "lora_alpha": recipe.lora.alpha,
-            "lora_targets": list(recipe.lora.targets),
-        }
-        return {"model": {name: config.get(name) for name in sizes}} | (lora if recipe.lora.rank else {"lora_rank": 0})
 
 
 def _check_ids(ids: np.ndarray, vocab_size: int, place: str) -> None:

@@ -39,6 +39,13 @@ def _check(recipe: Recipe) -> None:
     if recipe.cluster.elastic:
         problem = "`megarl serve` ends when a machine leaves, and its callers decide how it goes on"
         raise RecipeError("cluster.elastic", problem, "leave it out", value=True)
+    if recipe.train.resume != "never":
+        problem = "`megarl serve` starts from model.path, and resumes no run"
+        remedy = (
+            "set it to never. A client loads a saved state by its path; `megarl export` writes a run's checkpoint as a model for "
+            "model.path"
+        )
+        raise RecipeError("train.resume", problem, remedy, value=recipe.train.resume)
     if recipe.train.source != "rollout":
         problem = f"the recipe has no engines (train.source={recipe.train.source}), so no caller could sample"
         raise RecipeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,12 @@ from starlette.testclient import TestClient
 
 from megarl.commands.serve import wire
 from megarl.commands.serve.api import TrainingApi
-from megarl.commands.serve.calls import CallAnswer, CallAnswers, TooManyCalls, TrainerCalls
+from megarl.commands.serve.calls import CallAnswer, TrainerCalls
 from megarl.commands.serve.server import make_app
 from tests.support.tinker_api import KEY, NAME, stand_in_api
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
-
-
-@pytest.fixture
-def api(tmp_path: Path) -> Iterator[TrainingApi]:
-    with stand_in_api(tmp_path) as api:
-        yield api
-
-
-@pytest.fixture
-def client(api: TrainingApi) -> TestClient:
-    return TestClient(make_app(api, KEY), headers={"x-api-key": KEY}, raise_server_exceptions=False)
+PROMPT_OF_90 = {"chunks": [{"type": "encoded_text", "tokens": [5] * 90}]}
 
 
 def post(client: TestClient, operation: str, **body: Any) -> dict[str, Any]:
@@ -168,7 +158,7 @@ def test_one_model_at_a_time(client: TestClient, monkeypatch: pytest.MonkeyPatch
     post(client, f"sessions/{first.partition(':')[0]}/finish")
     assert fetch(client, post(client, "create_model", **body))["model_id"] == f"{other}:train:0"
     assert "is not in training on this server" in error(client, "get_info", 404, model_id=first)
-    monkeypatch.setattr("megarl.commands.serve.api._ALIVE", -1.0)  # a client that has gone
+    monkeypatch.setattr("megarl.commands.serve.clients.ALIVE_SECONDS", -1.0)  # a client that has gone
     assert new_model(client)
 
 
@@ -207,6 +197,11 @@ def test_sampling_with_log_probs_of_the_prompt(client: TestClient, api: Training
         ({"prompt_alt_tokens_k": 2}, "sample has prompt_alt_tokens_k"),
         ({"prompt": {"chunks": [{"type": "image"}]}}, "the prompt has a chunk of type 'image'"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "it must be from 1 to 2"),
+        (
+            {"prompt": PROMPT_OF_90, "sampling_params": {}},
+            "the prompt has 90 tokens, and with its response it may have 64",
+        ),
+        ({"prompt": PROMPT_OF_90}, "send at most 63, or serve the recipe with longer limits"),
     ],
 )
 def test_samples_that_the_server_cannot_draw(client: TestClient, more: dict[str, Any], message: str) -> None:
@@ -231,6 +226,26 @@ def test_older_weights_are_not_sampled_with_newer_ones(client: TestClient) -> No
     assert "the engines hold one version of the weights, and this is not it" in refused
 
 
+def test_the_base_model_is_sampled_again_after_engines_have_slept(client: TestClient, api: TrainingApi) -> None:
+    """On devices that they share with the trainers, engines sleep during training calls, and lose their weights."""
+
+    def sampler(session: str) -> Any:
+        return post(client, "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=NAME)
+
+    model = new_model(client)
+    session = model.partition(":")[0]
+    run_pass(client, pass_body(model, 1))
+    api.session.sampled_updates = None
+    fetch(client, post(client, "asample", **sample(client, sampler(session)["sampling_session_id"])))
+    adam(client, model, 2)
+    api.session.sampled_updates = None
+    body = {"session_id": session, "base_model": NAME}
+    assert "cannot be sampled now" in error(client, "create_sampling_session", 400, **body)
+    post(client, f"sessions/{session}/finish")
+    session = new_model(client).partition(":")[0]
+    fetch(client, post(client, "asample", **sample(client, sampler(session)["sampling_session_id"])))
+
+
 def test_states(client: TestClient, api: TrainingApi) -> None:
     model = new_model(client)
     saved = post(client, "save_weights", model_id=model, seq_id=1, path="one", ttl_seconds=3600)
@@ -241,9 +256,53 @@ def test_states(client: TestClient, api: TrainingApi) -> None:
     session = post(client, "create_session")["session_id"]
     loaded = fetch(client, post(client, "load_weights", session_id=session, model_seq_id=0, path=path, optimizer=True))
     assert loaded["model_id"] == f"{session}:train:0" and api.session.calls[-1] == ("load", "one", True)
-    wrong = path.replace("weights", "sampler_weights")
-    message = error(client, "load_weights", 400, session_id=session, model_seq_id=0, path=wrong, optimizer=True)
-    assert "it must be tinker://MODEL/weights/NAME" in message
+    for wrong, message in (
+        ("sampler_weights/one", "it must be tinker://MODEL/weights/NAME"),
+        ("weights/.one", "'.one'"),
+    ):
+        body = {"session_id": session, "model_seq_id": 1, "path": path.replace("weights/one", wrong)}
+        assert message in error(client, "load_weights", 400, **body)
+
+
+def test_a_state_is_sought_when_its_turn_comes(client: TestClient, api: TrainingApi) -> None:
+    """A client may ask for it before the save has run; and a search reads the whole state, while the client waits for a promise."""
+    model, trainers_go_on = new_model(client), threading.Event()
+    api.calls.submit(lambda: CallAnswer(is_protobuf=trainers_go_on.wait(30)))
+    saved = post(client, "save_weights", model_id=model, seq_id=1, path="one")
+    loaded = post(
+        client, "load_weights", model_id=model, seq_id=2, path=f"tinker://{model}/weights/one", optimizer=True
+    )
+    assert api.session.calls == []
+    trainers_go_on.set()
+    assert fetch(client, saved)["type"] == "save_weights" and fetch(client, loaded)["type"] == "load_weights"
+    assert [call[0] for call in api.session.calls] == ["save", "load"]
+
+
+def test_a_model_whose_state_is_missing_gives_its_place_to_another(client: TestClient, api: TrainingApi) -> None:
+    session = post(client, "create_session")["session_id"]
+    body = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "path": f"tinker://{session}:train:0/weights/gone",
+        "optimizer": True,
+    }
+    promise = post(client, "load_weights", **body)
+    failed = fetch(client, promise)
+    assert "'gone' of" in failed["error"] and "does not exist" in failed["error"] and failed["category"] == "user"
+    refused = run_pass(client, pass_body(promise["model_id"], 1))
+    assert "has no weights: the state 'gone'" in refused["error"] and api.session.passes == 0
+    fresh = {"session_id": session, "model_seq_id": 1, "base_model": NAME, "lora_config": {"rank": 0}}
+    assert fetch(client, post(client, "create_model", **fresh))["model_id"] == f"{session}:train:1"
+
+
+@pytest.mark.parametrize("seconds", ["3600", True, 0, -5.5, pytest.param(10**400, id="huge")])
+def test_lifetimes_are_checked_before_a_call_waits(client: TestClient, api: TrainingApi, seconds: Any) -> None:
+    """In the thread of the trainers, a wrong type would end the server."""
+    model = new_model(client)
+    for operation in ("save_weights", "save_weights_for_sampler"):
+        body = {"model_id": model, "seq_id": 1, "path": "one", "ttl_seconds": seconds}
+        assert f"ttl_seconds is {seconds!r}; it must be a number" in error(client, operation, 400, **body)
+    assert api.session.calls == [] and not api.exports.folder.exists()
 
 
 def test_requests_need_the_key(api: TrainingApi) -> None:
@@ -294,21 +353,3 @@ def test_a_failure_of_the_trainers_is_answered_and_ends_the_server() -> None:
     with pytest.raises(RuntimeError, match="trainer 1 died"):
         calls.serve(lambda: None)
     assert future.result().error == "the server ends: RuntimeError: trainer 1 died" and not future.result().by_caller
-
-
-def test_too_many_calls_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = TrainerCalls()
-    with pytest.raises(TooManyCalls, match="256 calls wait"):
-        for _ in range(257):
-            calls.submit(CallAnswer)
-
-
-def test_fetched_answers_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.commands.serve.calls.MOST_ANSWER_BYTES", 10)
-    answers, calls = CallAnswers(), TrainerCalls()
-    for name in ("a", "b", "c"):
-        answers.add(name, calls.submit(CallAnswer))
-    answers.fetched("a", 8)
-    assert answers.get("a") is not None, "a response may be lost: the client fetches again"
-    answers.fetched("b", 8)
-    assert answers.get("a") is None and answers.get("b") is not None and answers.get("c") is not None

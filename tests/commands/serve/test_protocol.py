@@ -45,7 +45,7 @@ def test_recorded_requests_are_answered(tmp_path: Path) -> None:
 
 def _replaced(text: bytes, ids: dict[bytes, bytes], api: Any) -> list[tuple[bytes, bytes]]:
     """Return (recorded, new) for the random ids in `text`, which are given out in the same order."""
-    for prefix, current in ((b"s-", api._sessions), (b"sampler-", api._samplers)):
+    for prefix, current in ((b"s-", api.sessions._sessions), (b"sampler-", api._samplers)):
         for old in re.findall(prefix + rb"[0-9a-f]{16}", text):
             if old not in ids:
                 number = len([key for key in ids if key.startswith(prefix)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,9 +15,12 @@ import httpx
 import numpy as np
 import pytest
 
+from megarl.commands.serve import command as serve_command
 from megarl.commands.serve import wire
-from megarl.commands.serve.command import api_key, start_text
+from megarl.commands.serve.command import api_key, serve_recipe, start_text
+from megarl.commands.serve.prepare import _check_settings
 from megarl.errors import InputError, RecipeError
+from megarl.preflight.findings import Survey
 from megarl.recipe.derived.served import served_recipe
 from megarl.recipe.schema import Recipe
 from tests.support.stack import ROOT, command, environment
@@ -187,6 +191,16 @@ def test_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             api_key()
 
 
+def test_only_rank_0_of_torchrun_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Recipe] = []
+    monkeypatch.setattr(serve_command, "serve", served.append)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with socket.create_server(("127.0.0.1", 0)) as of_rank_0:
+        serve_recipe(Recipe(), host="127.0.0.1", port=of_rank_0.getsockname()[1], name=None)
+    assert served == [Recipe()]
+
+
 def test_an_open_server_is_announced() -> None:
     assert "ssh -L 8451:localhost:8451" in start_text("tiny", "127.0.0.1", 8451, KEY)
     assert "Everyone with this key can train" in start_text("tiny", "0.0.0.0", 8451, KEY)
@@ -201,6 +215,7 @@ def test_an_open_server_is_announced() -> None:
         ("rollout", "min_engines", 1),
         ("cluster", "elastic", True),
         ("train", "source", "sft"),
+        ("train", "resume", "auto"),
     ],
 )
 def test_settings_that_no_caller_could_follow_are_refused(section: str, name: str, value: Any) -> None:
@@ -208,6 +223,19 @@ def test_settings_that_no_caller_could_follow_are_refused(section: str, name: st
     setattr(getattr(recipe, section), name, value)
     with pytest.raises(RecipeError, match=f"{section}.{name}"):
         served_recipe(recipe)
+
+
+def test_the_directory_of_a_run_is_refused_without_a_resume(tmp_path: Path) -> None:
+    """It starts from model.path, so that a resume could not go on with the run."""
+    recipe = Recipe()
+    recipe.runs_dir, recipe.name = str(tmp_path), "trained"
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "metrics.jsonl").write_text('{"step": 1}\n')
+    survey = Survey(recipe)
+    _check_settings(survey)
+    (error,) = [error for error in survey.errors if "already holds a run" in str(error)]
+    assert isinstance(error, RecipeError) and error.key == "name"
+    assert error.remedy == "set name=... for another directory, or move it away"
 
 
 def test_sections_of_a_training_run_do_not_count() -> None:

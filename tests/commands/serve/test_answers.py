@@ -1,0 +1,86 @@
+"""Answers that clients fetch: how many are kept, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+from starlette.testclient import TestClient
+
+from megarl.commands.serve.api import TrainingApi
+from megarl.commands.serve.calls import CallAnswer, CallAnswers, TooManyCalls, TrainerCalls
+from tests.commands.serve.test_api import PROTOBUF, error, fetch, new_model, pass_body, post, run_pass, sample
+
+
+def test_too_many_calls_wait() -> None:
+    calls = TrainerCalls()
+    with pytest.raises(TooManyCalls, match="256 calls wait"):
+        for _ in range(257):
+            calls.submit(CallAnswer)
+
+
+def test_fetched_answers_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.commands.serve.calls.MOST_ANSWER_BYTES", 10)
+    answers, calls = CallAnswers(lambda session: False), TrainerCalls()
+    for name in ("a", "b", "c"):
+        answers.add(name, "s", calls.submit(CallAnswer))
+    answers.fetched("a", 8)
+    assert answers.get("a") is not None, "a response may be lost: the client fetches again"
+    answers.fetched("b", 8)
+    assert answers.get("a") is None and answers.get("b") is not None and answers.get("c") is not None
+
+
+def new_sampler(client: TestClient) -> tuple[str, str]:
+    """Return the ids of a session and of its sampler."""
+    model = new_model(client)
+    saved = fetch(client, post(client, "save_weights_for_sampler", model_id=model, seq_id=1))
+    return model.partition(":")[0], saved["sampling_session_id"]
+
+
+@pytest.mark.parametrize("how", ["finished", "silent"])
+def test_answers_of_ended_sessions_are_forgotten(
+    client: TestClient, api: TrainingApi, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A loop that is killed leaves the answers of its running samples, up to 2,000 with the published client."""
+    session, sampler = new_sampler(client)
+    promises = [post(client, "asample", **sample(client, sampler, number)) for number in range(3)]
+    with monkeypatch.context() as patch:
+        if how == "finished":
+            post(client, f"sessions/{session}/finish")
+        else:
+            patch.setattr("megarl.commands.serve.clients.ALIVE_SECONDS", -1.0)
+        new_model(client)
+    assert all(api.answers.get(promise["request_id"]) is None for promise in promises)
+    lost = error(client, "retrieve_future", 404, **promises[0])
+    assert "it was fetched before, its session has ended, or the server has restarted" in lost
+
+
+def test_room_comes_from_ended_sessions_first(
+    client: TestClient, api: TrainingApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session may end, by silence, after the newest session began."""
+    old, sampler = new_sampler(client)
+    for number in range(4):
+        post(client, "asample", **sample(client, sampler, number))
+    new = post(client, "create_session")["session_id"]
+    body = {"session_id": new, "sampling_session_seq_id": 0, "base_model": "org/tiny"}
+    sampler = post(client, "create_sampling_session", **body)["sampling_session_id"]
+    monkeypatch.setattr("megarl.commands.serve.calls.MOST_ANSWERS", 4)
+    assert "4 answers wait to be fetched" in error(client, "asample", 429, **sample(client, sampler))
+    api.sessions._sessions[old].seen -= 61
+    fetch(client, post(client, "asample", **sample(client, sampler)))
+
+
+def test_a_call_without_a_place_for_its_answer_does_not_start(
+    client: TestClient, api: TrainingApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client sends it again, and it runs once."""
+    model = new_model(client)
+    sampler = fetch(client, post(client, "save_weights_for_sampler", model_id=model, seq_id=1))["sampling_session_id"]
+    waiting = [post(client, "asample", **sample(client, sampler, number)) for number in range(2)]
+    monkeypatch.setattr("megarl.commands.serve.calls.MOST_ANSWERS", 2)
+    started = len(api.session.calls)
+    for _ in range(3):
+        assert client.post("/api/v1/forward_backward", content=pass_body(model, 2), headers=PROTOBUF).status_code == 429
+        error(client, "asample", 429, **sample(client, sampler, 2))
+    fetch(client, waiting[0])
+    run_pass(client, pass_body(model, 2))
+    assert api.session.passes == 1 and len(api.session.calls) == started + 1
