@@ -216,7 +216,8 @@ def reproduce(
     run_path: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
     overrides: Overrides = None,
     name: Annotated[
-        Optional[str], typer.Option(help="Name or path of the new run. Default: RUN's, with -reproduced.")
+        Optional[str],
+        typer.Option(help="Name of the new run, beside RUN; with a slash: its path. Default: RUN's, with -reproduced."),
     ] = None,
     only_print: Annotated[
         bool, typer.Option("--print", help="Print the command on stdout and the differences on stderr; start nothing.")

@@ -45,6 +45,12 @@ def quickstart(overrides: list[str]) -> Path:
 def set_aside(run: Path) -> None:
     """Rename an earlier run with the same name, so that a repeated quickstart starts from scratch."""
     holder = RunDirectory(run).holder()
+    if holder is not None and holder.get("unlocked"):
+        raise InputError(
+            f"{run} may be in use by another run (process {holder.get('pid', '?')} on {holder.get('host', '?')}, since "
+            f"{holder.get('since', '?')}): its file system has no locks that would tell. Wait for that run, or stop it; if it has "
+            f"been killed, remove {run / 'run.lock'}"
+        )
     if holder is not None:
         raise InputError(f"{run} is in use by another run (process {holder.get('pid', '?')}): wait for it, or stop it")
     if run.exists():

@@ -47,20 +47,30 @@ class Start:
 
 
 def replay(run: Path, name: str | None, overrides: Sequence[str]) -> int:
-    """Repeat `run` in a new directory next to it, one `megarl train` for each of its starts, and compare the metrics.
+    """Repeat `run` in a new directory, one `megarl train` for each of its starts, and compare the metrics.
 
-    name: of the new run, or its path; None: the name of `run` with `-replay`. Returns the exit status: 1 if a metric differs or a
-    step of the repeated starts is missing; the training's status if a training fails.
+    name: see `target_of`. Returns the exit status: 1 if a metric differs or a step of the repeated starts is missing; the
+    training's status if a training fails.
     """
     with as_input_error():
         recorded = RunDirectory(os.path.abspath(run))
-        target = RunDirectory(recorded.path.parent / (name or f"{recorded.path.name}-replay"))
+        target = target_of(recorded, name, "replay")
         check_overrides(overrides)
         _check_target(target)
         starts = starts_of(recorded, overrides)
     for line in _not_repeated_lines(recorded, starts[-1]):
         print(line)
     return run_starts(recorded, target, starts, overrides) or compare(recorded, target, starts)
+
+
+def target_of(recorded: RunDirectory, name: str | None, suffix: str) -> RunDirectory:
+    """Return the directory of the new run: next to `recorded`, or at `name` if it contains a slash, from the working directory on.
+
+    name: None: the name of `recorded` with a hyphen and `suffix`.
+    """
+    if name and os.sep in name:
+        return RunDirectory(os.path.abspath(name))
+    return RunDirectory(recorded.path.parent / (name or f"{recorded.path.name}-{suffix}"))
 
 
 def run_starts(

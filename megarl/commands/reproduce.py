@@ -15,7 +15,7 @@ from megarl.checkpoint.identity import data_digest, weights_digest
 from megarl.checkpoint.next_commands import shown
 from megarl.commands.bundle.modules import named_modules
 from megarl.commands.child import STOP_SECONDS, run_child
-from megarl.commands.replay import check_overrides
+from megarl.commands.replay import check_overrides, target_of
 from megarl.commands.replay import differences as metric_differences
 from megarl.errors import as_input_error, command_name
 from megarl.hf import hub
@@ -52,13 +52,13 @@ class InputComparison:
 def reproduce(run: Path, name: str | None, overrides: Sequence[str], *, only_print: bool) -> int:
     """Print what differs from the provenance of `run`, then start its recipe in a new directory, from the run's beginning.
 
-    name: of the new run, or its path; None: the name of `run` with `-reproduced`. only_print: print the command on stdout, and the
-    comparison on stderr; nothing starts. Returns the exit status of the training.
+    name: see `target_of`. only_print: print the command on stdout, and the comparison on stderr; nothing starts. Returns the exit
+    status of the training.
     """
     with as_input_error():
         recorded = RunDirectory(os.path.abspath(run))
         _check_recipe(recorded)
-        target = RunDirectory(recorded.path.parent / (name or f"{recorded.path.name}-reproduced"))
+        target = target_of(recorded, name, "reproduced")
         if target.has_results() or target.path == recorded.path:
             raise ValueError(f"{target.path} already holds a run: remove it, or give this one another name (--name)")
         check_overrides(overrides, "reproduce", _FIXED)

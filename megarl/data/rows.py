@@ -147,12 +147,12 @@ def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
 
 def text_of(messages: Sequence[dict[str, Any]]) -> str:
     """Return the text of a conversation for a human reader; several messages are prefixed with their roles."""
-    texts = [(message["role"], _content_text(message["content"])) for message in messages]
+    texts = [(message["role"], content_text(message["content"])) for message in messages]
     return texts[0][1] if len(texts) == 1 else "\n\n".join(f"{role}: {text}" for role, text in texts)
 
 
-def _content_text(content: Any) -> str:
-    """Return the text of a message's content, without images."""
+def content_text(content: Any) -> str:
+    """Return the text of a message's content, which may be a list of parts, without images."""
     if isinstance(content, list):
         return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
     return "" if content is None else str(content)

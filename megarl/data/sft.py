@@ -13,7 +13,7 @@ import numpy as np
 from megarl.data.cache import Encoded
 from megarl.data.dataset import RowDataset
 from megarl.data.encode import Encode
-from megarl.data.rows import Row, messages_of
+from megarl.data.rows import Row, content_text, messages_of
 from megarl.data.tokenizer import Tokenizer
 from megarl.recipe.schema import DataConfig
 
@@ -122,7 +122,8 @@ def _without_empty(value: Any) -> Any:
 
 def _text_and_calls(message: dict[str, Any]) -> str:
     calls = [json.dumps(_without_empty(call), ensure_ascii=False) for call in message.get("tool_calls") or []]
-    return "\n".join([*([message["content"]] if message["content"] else []), *calls])
+    text = content_text(message["content"])
+    return "\n".join([*([text] if text else []), *calls])
 
 
 def _messages(row: Row, config: DataConfig) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.data import auto_tokenizer
 from megarl.data.chat_template import is_text, resolve
+from megarl.errors import cut_end
 from megarl.hf import hub
 from megarl.hf.config import text_fields
 from megarl.hf.families.read import config_of_unknown_type
@@ -268,13 +269,20 @@ class HuggingFaceTokenizer(Tokenizer):
         for name in unread_arguments(template, args):
             raise ValueError(f"data.chat_template_args: the template in {self.directory} never reads {name!r}")
         try:
-            return self._hf.apply_chat_template(
+            text: str = self._hf.apply_chat_template(
                 list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate, **args
             )
         except Exception as error:  # a template may raise any exception
             raise ValueError(
                 f"the chat template in {self.directory} rejects the messages {messages!r}: {error}"
             ) from error
+        for content in (message.get("content") for message in messages):
+            if isinstance(content, list) and content and str(content) in text:
+                raise ValueError(
+                    f"the chat template in {self.directory} does not read parts, and writes a content as {cut_end(str(content), 80)}: "
+                    "write the content as text, or set a template that reads parts (data.chat_template)"
+                )
+        return text
 
 
 class SentencePieceTokenizer(Tokenizer):

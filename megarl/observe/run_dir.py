@@ -37,7 +37,7 @@ class RunDirectory:
         batches/                 batches since the newest checkpoint, until the run is complete (train.trainer_restarts, train.journal)
         journal/                 the controller's state after the newest steps, until the run is complete (train.journal)
         report.html  summary.json
-        run.lock                 locked while the run lives
+        run.lock                 locked while the run lives; has its process
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -61,6 +61,7 @@ class RunDirectory:
         self.tracker_ids = self.path / "trackers.json"
         self._lock_path = self.path / "run.lock"
         self._lock: int | None = None
+        self._unlocked_record: dict[str, Any] | None = None
 
     def has_results(self) -> bool:
         """Return True if the directory has metrics or checkpoints, which a fresh run would mix with its files."""
@@ -91,42 +92,54 @@ class RunDirectory:
     def lock(self) -> str | None:
         """Create the directory if it is missing, and lock it until `unlock` or the end of this process.
 
-        Returns None, or a warning if the file system has no locks. Raises ValueError at once if another live run has the
-        lock; the message names that run's process.
+        Returns None, or a warning if the file system has no locks: run.lock then only records this process. Raises ValueError
+        at once if another live run has the lock; the message names that run's process.
         """
         if self._lock is not None:
             return None
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o666)
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        warning = None
         try:
             _lock_exclusively(descriptor)
         except BlockingIOError:
             os.close(descriptor)
             raise ValueError(self._held_text()) from None
         except OSError as error:
-            os.close(descriptor)
             if error.errno not in _NO_LOCKS:
+                os.close(descriptor)
                 raise
-            return (
+            self._unlocked_record = holder
+            warning = (
                 f"{self.path} is on a file system without file locks ({error.strerror}), so a second run could "
                 "write into this directory at the same time. Make sure that none does."
             )
         self._lock = descriptor
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         with disk_errors(self._lock_path):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(holder).encode(), 0)
-        return None
+        return warning
 
     def unlock(self) -> None:
         """Release the lock. The lock file stays: deleting it would race with a run that opens it."""
-        if self._lock is not None:
+        if self._lock is None:
+            return
+        try:
+            if self._unlocked_record is not None and self._read_holder() == self._unlocked_record:
+                with disk_errors(self._lock_path):
+                    os.ftruncate(self._lock, 0)
+        finally:
             os.close(self._lock)
-            self._lock = None
+            self._lock = self._unlocked_record = None
 
     def holder(self) -> dict[str, Any] | None:
-        """Return the process that has the lock: ``{pid, host, since}`` (empty if unknown), or None."""
+        """Return the process that has the lock: ``{pid, host, since}`` (empty if unknown), or None.
+
+        On a file system without locks it is the process that run.lock records, with ``unlocked: True``. It may have been killed; a
+        run that ends removes its record.
+        """
         if not self._lock_path.exists():
             return None
         descriptor = os.open(self._lock_path, os.O_RDONLY)
@@ -137,9 +150,16 @@ class RunDirectory:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
+            record = self._read_holder()
+            return {**record, "unlocked": True} if record else None
         finally:
             os.close(descriptor)
         return None
+
+    def last_write(self) -> float | None:
+        """Return when the run last wrote metrics, a notice, a span or its summary, in seconds since the epoch; None if it never did."""
+        files = [path for path in (self.metrics, self.notices, self.trace, self.summary) if path.exists()]
+        return max((path.stat().st_mtime for path in files), default=None)
 
     def write_recipe(self, text: str) -> None:
         """Write the resolved recipe. A different older recipe is kept as recipe.resolved.<n>.yaml."""
@@ -172,7 +192,7 @@ class RunDirectory:
     def _read_holder(self) -> dict[str, Any]:
         try:
             holder = json.loads(self._lock_path.read_text())
-        except ValueError:  # the other process has the lock, but has not written its process id yet
+        except (FileNotFoundError, ValueError):  # removed; or the other process has not written its process id yet
             return {}
         return holder if isinstance(holder, dict) else {}
 

@@ -75,13 +75,12 @@ def source_commit(package: Path = PACKAGE) -> tuple[str | None, bool | None]:
 
     The files are in a git work tree, or pip has installed them from a repository and has recorded the commit.
     """
-    if (
-        _git(package, "ls-files", "--error-unmatch", "__init__.py") is None
-    ):  # a work tree around an environment is not megarl's
+    # The second object fails in a work tree around an environment, which is not megarl's.
+    objects = _git(package, "rev-parse", "HEAD", "HEAD:./__init__.py")
+    if objects is None:
         return (_installed_commit(), None) if package == PACKAGE else (None, None)
-    commit = _git(package, "rev-parse", "HEAD")
     status = _git(package, "status", "--porcelain", "--", ".")
-    return (None, None) if commit is None else (commit.strip(), None if status is None else bool(status.strip()))
+    return objects.split()[0], None if status is None else bool(status.strip())
 
 
 def code_digest(package: Path = PACKAGE) -> str:

@@ -207,12 +207,14 @@ def test_a_tape_that_begins_after_a_checkpoint_starts_from_it(recorded: Recorded
 
 
 def test_a_target_with_results_and_settings_of_the_command_are_refused(
-    recorded: Recorded, commands: list[list[str]], tmp_path: Path
+    recorded: Recorded, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded.start(*ENDED, steps=4)
     write_metrics(RunDirectory(tmp_path / "again"), [1])
-    with pytest.raises(InputError, match=rf"{tmp_path}/again already holds a run.*--name"):
-        replay(recorded.run.path, "again", [])
+    monkeypatch.chdir(tmp_path.parent)
+    for name in ("again", f"{tmp_path.name}/again", str(tmp_path / "again")):
+        with pytest.raises(InputError, match=rf"{tmp_path}/again already holds a run.*--name"):
+            replay(recorded.run.path, name, [])
     with pytest.raises(InputError, match=r"sets name, .* itself, got runs_dir=elsewhere: use --name"):
         replay(recorded.run.path, None, ["runs_dir=elsewhere"])
     assert not commands

@@ -146,6 +146,24 @@ def test_a_start_from_another_runs_checkpoint_is_kept(
     assert f"train.resume={value if expected == 'kept' else 'never'}" in shlex.split(out)
 
 
+@pytest.mark.parametrize(
+    ("name", "parent", "expected"),
+    [("second", "runs", "second"), ("other/second", "here/other", "second"), ("./second/", "here", "second")],
+)
+def test_a_name_with_a_slash_is_a_path_from_the_working_directory(
+    name: str,
+    parent: str,
+    expected: str,
+    recorded: Recorded,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (recorded.folder / "here").mkdir()
+    monkeypatch.chdir(recorded.folder / "here")
+    out, _ = printed(capsys, recorded.run.path, name=name)
+    assert [f"name={expected}", f"runs_dir={recorded.folder / parent}"] == shlex.split(out)[-3:-1]
+
+
 def test_a_missing_recipe_is_refused(recorded: Recorded, tmp_path: Path) -> None:
     recorded.run.recipe.unlink()
     with pytest.raises(InputError, match=r"recipe\.resolved\.yaml is missing"):

@@ -89,6 +89,26 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
         build(tmp_path, tokenizer, [{"messages": TALK}])
 
 
+def as_parts(talk):
+    """Return the messages with contents as lists of parts; an answer has two."""
+    texts = [[turn["content"][:1], turn["content"][1:]] for turn in talk]
+    parts = [[{"type": "text", "text": text} for text in pieces if text] for pieces in texts]
+    return [{**turn, "content": content} for turn, content in zip(talk, parts, strict=True)]
+
+
+def test_contents_as_lists_of_parts(tmp_path, tokenizer):
+    reads_parts = CHAT_TEMPLATE.replace(
+        "{{ message.content or '' }}", "{% for part in message.content %}{{ part.text or part }}{% endfor %}"
+    )
+    example = build(tmp_path, tokenizer_with(tmp_path / "tokenizer", reads_parts), [{"messages": as_parts(TALK)}])[0]
+    expected = build(tmp_path, tokenizer, [{"messages": TALK}])[0]
+    assert example.text == expected.text == "44+3=7.\n#### 7"
+    assert example.tokens.tolist() == expected.tokens.tolist()
+    assert example.loss_mask.tolist() == expected.loss_mask.tolist()
+    with pytest.raises(ValueError, match=r"line 1: .* does not read parts, and writes a content as \[\{'type': 'text'"):
+        build(tmp_path, tokenizer, [{"messages": as_parts(TALK)}])
+
+
 def test_a_template_that_never_ends_a_turn_is_refused(tmp_path):
     tokenizer = tokenizer_with(tmp_path / "tokenizer", CHAT_TEMPLATE.replace("<|im_end|>", ""))
     with pytest.raises(ValueError, match=r"line 1: the chat template .* never learn to stop"):

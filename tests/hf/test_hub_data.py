@@ -23,6 +23,7 @@ configs:
 # Text
 """
 
+FILE = "main/train/0000.parquet"  # as the hub names a converted file
 ROWS: Callable[[str], bytes] = str.encode
 
 
@@ -76,6 +77,18 @@ class TestData:
         assert self.pin(f"hf://org/csv@{converted}/main/train") == expected  # what a resumed run asks for
         with pytest.raises(hub.HubError, match=r"has no rows 'main/test': name one of hf://org/csv/main/train$"):
             self.pin("hf://org/csv/main/test")
+
+    def test_converted_rows_of_the_cache_are_not_those_of_a_revision_or_a_file(
+        self, server: FakeHub, home: Path
+    ) -> None:
+        data = server.dataset("org/csv")
+        commit = data.commit({"rows.csv": b"a,b"})
+        data.commit({"main/train/0000.parquet": b"rows"}, "refs/convert/parquet")
+        self.pin("hf://org/csv/main/train")
+        (file,) = hub.cached_files("hf://org/csv/main/train")
+        assert hub.cached_files("hf://org/csv@refs/convert/parquet/main/train") == [file]
+        for other in ("@v2/main/train", f"@{commit}/main/train", f"@{commit}/{FILE}", f"@v2/{FILE}", f"/{FILE}"):
+            assert hub.cached_files(f"hf://org/csv{other}") == []
 
     def test_no_rows(self, server: FakeHub, home: Path) -> None:
         server.dataset("org/csv").commit({"rows.csv": b"a,b"})

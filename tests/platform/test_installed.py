@@ -52,6 +52,18 @@ def test_the_commit_of_a_work_tree(package: Path, monkeypatch: pytest.MonkeyPatc
     assert source_commit(package) == (commit, True)
 
 
+def test_each_process_of_a_run_starts_git_twice(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of processes that start at once share a disk."""
+    real, calls = subprocess.run, list[str]()
+
+    def run(command: list[str], **more: object) -> object:
+        calls.append(command[4])
+        return real(command, **more)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert source_commit(package)[1] is False and calls == ["rev-parse", "status"]
+
+
 def test_a_new_file_is_a_change(package: Path) -> None:
     (package / "new.py").write_text("")
     assert source_commit(package)[1] is True
@@ -61,6 +73,8 @@ def test_a_work_tree_around_an_environment_is_not_megarls(package: Path) -> None
     site = package.parent / "venv" / "site-packages" / "megarl"
     site.mkdir(parents=True)
     (site / "__init__.py").write_text("a = 1\n")
+    assert source_commit(site) == (None, None)
+    (package.parent / ".gitignore").write_text("venv\n")
     assert source_commit(site) == (None, None)
 
 

@@ -8,7 +8,10 @@ from typing import Annotated, Optional
 import typer
 
 RunOrFile = Annotated[Path, typer.Argument(metavar="RUN|FILE", help="Directory of a run, or a bundle.")]
-Name = Annotated[Optional[str], typer.Option(help="Name or path of the new run. Default: RUN's, with -replay.")]
+Name = Annotated[
+    Optional[str],
+    typer.Option(help="Name of the new run, beside RUN; with a slash: its path. Default: RUN's, with -replay."),
+]
 Bundle = Annotated[
     Optional[Path], typer.Option(help="Pack what repeats a step of RUN into this new .tar file, and run nothing.")
 ]

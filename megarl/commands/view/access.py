@@ -5,10 +5,10 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import socket
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -73,19 +73,16 @@ class Access:
             answer = RedirectResponse(f"{path}?{rest}" if rest else path, 303)
             answer.set_cookie(self._cookie, tokens[0], httponly=True, samesite="lax", path="/")
             return answer
-        if self._is_token(_bearer(headers)) or self._is_token(self._from_cookie(headers)):
+        if self._is_token(_bearer(headers)) or self._is_token(self._from_cookie(scope)):
             return self._app
         return PlainTextResponse(_NO_TOKEN, 403)
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode("utf-8", "surrogateescape"), self._token)
 
-    def _from_cookie(self, headers: Headers) -> str:
-        try:
-            cookies = SimpleCookie(headers.get("cookie", ""))
-        except CookieError:
-            return ""
-        return cookies[self._cookie].value if self._cookie in cookies else ""
+    def _from_cookie(self, scope: Scope) -> str:
+        # Not SimpleCookie: it drops all cookies if one is malformed, and other servers of this host set cookies, too.
+        return HTTPConnection(scope).cookies.get(self._cookie, "")
 
     def _allows_host(self, header: str) -> bool:
         try:

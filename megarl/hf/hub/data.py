@@ -62,7 +62,8 @@ def cached_files(item: str) -> list[str]:
         return []
     if name is None:
         return []
-    for revision in (name.revision, CONVERTED):
+    may_be_converted = name.revision is None and not is_file(name.path)
+    for revision in (None, CONVERTED) if may_be_converted else (name.revision,):
         folder = cached_snapshot(replace(name, revision=revision), "dataset")
         if folder is not None:
             readme = folder / "README.md"

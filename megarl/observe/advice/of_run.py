@@ -36,8 +36,8 @@ def newest_samples(run_dir: RunDirectory) -> list[dict[str, Any]]:
 
 def silence_of(run_dir: RunDirectory, spans: Sequence[Mapping[str, Any]], last_step: int) -> Silence:
     """Return how long a live run has written nothing. spans: the newest of its trace. last_step: of metrics.jsonl."""
-    files = [path for path in (run_dir.metrics, run_dir.notices, run_dir.trace, run_dir.summary) if path.exists()]
-    written = max((path.stat().st_mtime for path in files), default=time.time())
+    now = time.time()
+    written = run_dir.last_write() or now
     phases = [
         span["name"]
         for span in spans
@@ -45,7 +45,7 @@ def silence_of(run_dir: RunDirectory, spans: Sequence[Mapping[str, Any]], last_s
         and span["args"].get("step") == last_step + 1
         and "inside" not in span["args"]
     ]
-    return Silence(max(0.0, time.time() - written), phases[-1] if phases else None)
+    return Silence(max(0.0, now - written), phases[-1] if phases else None)
 
 
 class Adviser:

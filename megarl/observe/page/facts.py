@@ -24,6 +24,7 @@ from megarl.observe.sessions import effective_time, time_text
 MAX_BARS = 120  # in the chart of phase times
 MAX_SPANS = 1500  # in the timeline
 TIMELINE_STEPS = 5
+_SILENT_SECONDS = 3600.0
 
 _ACCURACIES = ("eval/greedy", "eval/dpo_accuracy")  # in addition to pass@k and maj@k
 _LABELS = {"eval/loss": "Evaluation loss", "eval/dpo_accuracy": "Evaluation: chosen ahead"}
@@ -79,10 +80,14 @@ def parsed_settings(recipe: str | None) -> dict[str, Any]:
 
 
 def run_status(run_dir: RunDirectory, summary: dict[str, Any]) -> str:
-    """Return the key of `STATUS_TEXTS` for the run."""
+    """Return the key of `STATUS_TEXTS` for the run. On a file system without locks a run that is silent for long may be dead."""
     status = summary.get("status", "unknown")
-    if status == "running" and run_dir.holder() is None:
-        return "killed"
+    if status == "running":
+        holder = run_dir.holder()
+        if holder is None:
+            return "killed"
+        if holder.get("unlocked") and time.time() - (run_dir.last_write() or 0.0) > _SILENT_SECONDS:
+            return "unknown"
     return status if status in STATUS_TEXTS else "unknown"
 
 

@@ -256,7 +256,7 @@ class ViewedRun:
         """Return the run's status. The lock is looked at seldom, and no more once the run has ended."""
         summary, _ = self._read_summary()
         status, looked = self._status
-        if not status or (status == "running" and time.monotonic() - looked > PROBE_SECONDS):
+        if not status or (status in ("running", "unknown") and time.monotonic() - looked > PROBE_SECONDS):
             self._status = (run_status(self.run_dir, summary), time.monotonic())
         return self._status[0]
 

@@ -48,6 +48,16 @@ def test_the_address_with_the_token_sets_a_cookie_and_hides_the_token(page: Test
     assert page.get("/api/runs").status_code == 403
 
 
+@pytest.mark.parametrize("other", ['a={"x":1}', "nameless", "a=\xe9", "a b=c", "=", '"', "a=[1,2]; a:b=c"])
+def test_cookies_of_other_servers_do_not_hide_the_token(page: TestClient, other: str) -> None:
+    page.headers.pop("Authorization")
+    for token, status in ((TOKEN, 200), ("another", 403)):
+        own = f"megarl_view_8421={token}"
+        for cookies in (f"{other}; {own}", f"{own}; {other}"):
+            assert page.get("/api/runs", headers={"Cookie": cookies.encode("latin-1")}).status_code == status
+    assert page.get("/api/runs", headers={"Cookie": other.encode("latin-1")}).status_code == 403
+
+
 def test_a_wrong_token_in_the_address_sets_no_cookie(page: TestClient) -> None:
     for token in ("", "wrong", "the-token%00", "%ff"):
         answer = page.get(f"/?token={token}")

@@ -49,6 +49,26 @@ def test_a_replaced_and_a_shortened_file_are_read_from_their_beginning(tmp_path:
     assert not file.read().replaced, "a missing file is reported once"
 
 
+@pytest.mark.parametrize("starts_later", [False, True])
+def test_a_replaced_file_with_the_same_inode_is_read_from_its_beginning(tmp_path: Path, starts_later: bool) -> None:
+    """ext4 gives the inode of a deleted file to the next one, as after two rewrites between two looks."""
+    path = tmp_path / "lines"
+    path.write_bytes(b"step 1\nstep 2\n")
+    file = FollowedFile(path)
+    if starts_later:
+        file.start_at(7)
+    file.read()
+    path.write_bytes(b"step 1\nstep two\nstep 3\n")  # in place
+    appended = file.read()
+    assert appended.replaced and appended.lines == [b"step 1", b"step two", b"step 3"]
+    append(path, b"step 4\n" * 100)
+    appended = file.read()
+    assert not appended.replaced and appended.lines == [b"step 4"] * 100
+    append(path, b"end\n")
+    appended = file.read()
+    assert not appended.replaced and appended.lines == [b"end"]
+
+
 def test_only_the_new_bytes_are_read(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes((b"x" * 999 + b"\n") * 10_000)
