@@ -276,13 +276,31 @@ class HuggingFaceTokenizer(Tokenizer):
             raise ValueError(
                 f"the chat template in {self.directory} rejects the messages {messages!r}: {error}"
             ) from error
-        for content in (message.get("content") for message in messages):
-            if isinstance(content, list) and content and str(content) in text:
+        for message in messages:
+            if fault := _unread_parts(message, text):
                 raise ValueError(
-                    f"the chat template in {self.directory} does not read parts, and writes a content as {cut_end(str(content), 80)}: "
-                    "write the content as text, or set a template that reads parts (data.chat_template)"
+                    f"the chat template in {self.directory} does not read parts, and {fault}: write the content as text, or set a "
+                    "template that reads parts (data.chat_template)"
                 )
         return text
+
+
+def _unread_parts(message: dict[str, Any], text: str) -> str:
+    """Return what a template did wrong with a content that is a list of parts; "" if it is right. text: what the template wrote."""
+    content = message.get("content")
+    if not isinstance(content, list) or not content:
+        return ""
+    if str(content) in text:
+        return f"writes a content as {cut_end(str(content), 80)}"
+    if message.get("role") == "assistant":  # templates leave out thoughts of earlier turns
+        return ""
+    texts = [str(part.get("text") or "").strip() for part in content if isinstance(part, dict)]
+    missing = next((part for part in texts if part not in text), None)
+    return (
+        ""
+        if missing is None
+        else f"leaves out the text {cut_end(repr(missing), 80)} of a {message.get('role')} message"
+    )
 
 
 class SentencePieceTokenizer(Tokenizer):

@@ -107,6 +107,13 @@ def test_contents_as_lists_of_parts(tmp_path, tokenizer):
     assert example.loss_mask.tolist() == expected.loss_mask.tolist()
     with pytest.raises(ValueError, match=r"line 1: .* does not read parts, and writes a content as \[\{'type': 'text'"):
         build(tmp_path, tokenizer, [{"messages": as_parts(TALK)}])
+    writes_texts_alone = CHAT_TEMPLATE.replace(  # as Qwen3's does
+        "{{ message.content or '' }}", "{{ message.content if message.content is string else '' }}"
+    )
+    with pytest.raises(
+        ValueError, match=r"does not read parts, and leaves out the text '.*' of a (user|system) message"
+    ):
+        build(tmp_path, tokenizer_with(tmp_path / "other", writes_texts_alone), [{"messages": as_parts(TALK)}])
 
 
 def test_a_template_that_never_ends_a_turn_is_refused(tmp_path):

@@ -198,7 +198,15 @@ class TrainingSession:
     # --- sampling -------------------------------------------------------------------------------
 
     def publish(self) -> int:
-        """Send the weights to the engines, after all running requests. Returns the version."""
+        """Send the weights to the engines, after all running requests. Returns the version.
+
+        Raises ValueError if gradients would be lost: trainers that offload for the engines do not keep them.
+        """
+        if self.passes and isinstance(self.devices, Colocated) and self.devices.actor.may_offload:
+            raise ValueError(
+                "the gradients since the last optim_step would be lost: trainers and engines share the devices. Call optim_step "
+                "before the weights go to the engines"
+            )
         self.close_sampling()
         self.devices.update_engines(self.version + 1)
         self.version += 1
