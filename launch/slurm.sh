@@ -38,4 +38,4 @@ fi
 # One task a node, on all of its cores; srun hands signals on, and the launcher of each node ends what it started there:
 # srun must not kill them for one that is done earlier.
 exec srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_ON_NODE:-1}" \
-  --cpu-bind=none --kill-on-bad-exit=0 --unbuffered "${container[@]}" bash launch/multinode.sh "$@"
+  --cpu-bind=none --kill-on-bad-exit=0 --unbuffered ${container[@]+"${container[@]}"} bash launch/multinode.sh "$@"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megarl.hf import hub
 from megarl.platform.environment import RoleSettings, users_first
+from megarl.registry import nearest
 
 if TYPE_CHECKING:
     from megarl.engines.backed import BackedEngine
@@ -128,5 +129,6 @@ def check_argument(
         instead = f"set {owner.format(section=section)} instead" if owner else "megarl sets it"
         raise ValueError(f"{key} cannot be set: {instead}")
     if supported and name not in supported:
-        near = difflib.get_close_matches(name, supported, 1, 0.0)[0]
-        raise ValueError(f"{key}: {library} has no such engine argument; did you mean {near!r}?")
+        near = nearest(name, (each for each in supported if not each.startswith("_")))
+        remedy = f"; did you mean {near!r}?" if near else "; leave it out, or install a version that has it"
+        raise ValueError(f"{key}: {library} has no such engine argument{remedy}")

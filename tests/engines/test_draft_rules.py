@@ -55,7 +55,6 @@ def test_settings_are_checked(speculation, key, words):
         ({"adapters": AdapterSpec(8, ("all",))}, "cuda", "adapters"),
         ({"quantization": "fp8"}, "cuda", "rollout.quantization"),
         ({"data_parallel": 2}, "cuda", "rollout.data_parallel"),
-        ({"engine_args": {"speculative_config": MTP, "pipeline_parallel_size": 2}}, "cuda", "pipeline stages"),
         ({"return_routed_experts": True}, "cuda", "routing_replay"),
         ({"engine_args": {"speculative_config": {**MTP, "method": "suffix"}}}, "cuda", "rollout.seeded: false"),
         (

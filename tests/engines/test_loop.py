@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from megarl.engines import create, engine_env
+from megarl.engines import check_argument, create, engine_env
 from megarl.engines.base import EngineDead, EngineRefused, GenerationAborted
 from megarl.engines.loop import EngineLoop
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling
@@ -200,9 +200,13 @@ def test_shutdown_ends_running_calls(engine, backend):
     assert backend.calls == ["shutdown"]
 
 
-def test_unknown_engine():
+def test_unknown_names_of_engines_and_arguments():
     with pytest.raises(ValueError, match=r"rollout.engine is 'vlm'.*did you mean 'vllm'"):
         create("vlm", None)
+    with pytest.raises(ValueError, match=r"rollout.engine_args.max_num_seq: .*; did you mean 'max_num_seqs'\?$"):
+        check_argument("max_num_seq", "rollout", "vLLM", ["max_num_seqs", "_max_num_seq"], {})
+    with pytest.raises(ValueError, match=r"vLLM has no such engine argument; leave it out, or install"):
+        check_argument("swap_space", "rollout", "vLLM", ["_api_process_rank", "max_num_seqs"], {})
     environment = engine_env("vllm", {"VLLM_LOGGING_LEVEL": "INFO"}, 3, {})
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["VLLM_LOGGING_LEVEL"] == "INFO"  # the platform has the last word

@@ -180,6 +180,9 @@ def test_keys_of_a_version(running) -> None:
         "mix_placement", "x", Version("0.18.0"), frozenset()
     )
     assert "did you mean 'enable_cpu_binding'" in refusal({"enable_cpu_bindings": True})
+    assert refusal({"nonsense": True}).endswith(
+        ".nonsense: vllm-ascend 0.23.1.dev4+g1234567 reads no such key; leave it out"
+    )
     assert "rollout.engine_args.additional_config.weight_nz_mode cannot be set" in refusal({"weight_nz_mode": 2})
     assert "over the candidates of each device" in refusal({"enable_reduce_sample": True})
     assert "must be a mapping" in refusal("{}")

@@ -82,12 +82,6 @@ def test_the_notice_names_the_rule_of_the_recipe() -> None:
     assert update_rule(recipe) == "keep" and "keep their KV cache" in str(update_notice(recipe))
 
 
-def test_pipeline_parallel_engines_drain() -> None:
-    recipe = ahead()
-    recipe.rollout.engine_args = {"pipeline_parallel_size": 2}
-    assert update_rule(recipe) == "drain"
-
-
 @pytest.mark.parametrize("engines", [1, 2])
 def test_a_single_engine_that_finishes_is_noted(engines: int) -> None:
     recipe = ahead()

@@ -40,7 +40,6 @@ def engine(directory: Path, config: dict[str, Any], **changes: Any) -> EngineSpe
         ({"quantization_config": {}}, {}, "cuda", "quantized"),
         ({}, {"engine_args": {"quantization": "fp8"}}, "cuda", "quantized"),
         ({}, {"quantization": "fp8"}, "cuda", "quantized"),
-        ({}, {"engine_args": {"pipeline_parallel_size": 2}}, "cuda", "pipeline stages"),
         ({}, {"data_parallel": 2}, "cuda", "engines in a group"),
         ({}, {"adapters": AdapterSpec(rank=513, targets=("q_proj",))}, "cuda", "up to rank 512, and lora.rank is 513"),
     ],

@@ -52,6 +52,7 @@ _OF_KIND: dict[str, tuple[list[Option], dict[str, Any]]] = {
 
 
 _MINOR = "without effect on what the run computes:"
+_ENGINE_ARGS = "rollout.engine_args."
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def _drop_unused(conversion: Conversion, kept: Collection[str]) -> None:
 
 
 def _drop_rejected(conversion: Conversion, kept: Collection[str]) -> None:
-    """Remove Megatron fields that other settings determine, and arguments that the installed vLLM lacks.
+    """Remove Megatron fields that other settings determine, and engine arguments that the installed engine rejects.
 
     The settings `kept` are not removed.
     """
@@ -258,15 +259,34 @@ def _drop_rejected(conversion: Conversion, kept: Collection[str]) -> None:
         if refusal:
             del conversion.settings[key]
             conversion.notes.append(f"{key}={value}: omitted, {refusal[0]}; {refusal[1]}")
-        if key.startswith("rollout.engine_args."):
-            top = key.split(".")[2]
-            try:
-                engines.arguments_of(str(conversion.settings.get("rollout.engine", "vllm"))).check_engine_args(
-                    {top: value}
-                )
-            except ValueError as error:
-                del conversion.settings[key]
-                conversion.notes.append(f"{key}={value}: omitted, {error}")
+    try:
+        engine = engines.arguments_of(str(conversion.settings.get("rollout.engine", "vllm")))
+    except ValueError:
+        return  # an unknown engine, which the user chose: the preflight of a run reports it
+    for top in dict.fromkeys(key.split(".")[2] for key in conversion.settings if key.startswith(_ENGINE_ARGS)):
+        _drop_rejected_argument(conversion, engine, top, kept)
+
+
+def _drop_rejected_argument(
+    conversion: Conversion, engine: engines.EngineArguments, top: str, kept: Collection[str]
+) -> None:
+    """Remove the keys of the engine argument `top` that the engine rejects, or all of them if the rest is rejected without these."""
+    settings, key_of_top = conversion.settings, f"{_ENGINE_ARGS}{top}"
+    while keys := [key for key in settings if f"{key}.".startswith(f"{key_of_top}.")]:
+        try:
+            engine.check_engine_args(_nested({key: settings[key] for key in keys})["rollout"]["engine_args"])
+            return
+        except ValueError as error:
+            # Messages without a key of their own start with it.
+            named = error.key if isinstance(error, RecipeError) else str(error).split()[0].rstrip(":")
+            reason = f"{error.problem}; {error.remedy}" if isinstance(error, RecipeError) else str(error)
+        removable = [key for key in keys if key not in kept]
+        if not removable or named in kept:
+            return  # the preflight of a run reports the user's own settings
+        wrong = [key for key in removable if f"{key}.".startswith(f"{named}.")]
+        for key in wrong or removable:
+            where = f"{named}: " if key != named and not reason.startswith(named) else ""
+            conversion.notes.append(f"{key}={settings.pop(key)}: omitted, {where}{reason}")
 
 
 def _note_model(conversion: Conversion) -> None:
@@ -304,8 +324,11 @@ def _recipe(conversion: Conversion, source: str) -> str:
             f"the command results in an invalid recipe:{error}\n  Add the setting after the file, as in {error.key}=VALUE."
         ) from error
     head = [f"# Converted from {source} by megarl convert-config. Options that were changed or omitted:"]
-    head += [f"#   {line}" for line in _listed(conversion.notes, conversion.minor)] or ["#   nothing"]
-    text = "\n".join(head) + "\n" + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    # A line break in a note would end its comment.
+    head += [f"#   {' '.join(line.split())}" for line in _listed(conversion.notes, conversion.minor)] or ["#   nothing"]
+    body = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    text = "\n".join(head) + "\n" + body
+    assert yaml.safe_load(text) == yaml.safe_load(body), f"the notes are not comments:\n{text}"
     if names := absent_names(text):
         raise InputError(f"the script does not set ${names[0]}: add {names[0]}=VALUE after the file")
     return text

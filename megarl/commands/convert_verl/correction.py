@@ -68,8 +68,10 @@ def _get(conversion: Conversion, name: str) -> Any:
 
 
 def _add(conversion: Conversion, limits: dict[str, Any], name: str, limit: Any) -> None:
-    """Add a criterion; of two intervals of one ratio the intersection, since both must hold."""
-    if name in limits:
+    """Add a criterion; of two limits of one measure the smaller, of two intervals of one ratio the intersection: both must hold."""
+    if name in limits and not isinstance(limit, list):
+        limit = min(limits[name], limit)
+    elif name in limits:
         (low, high), (other_low, other_high) = limits[name], limit
         limit = [max(low, other_low), min(high, other_high)]
         if limit[0] >= limit[1]:

@@ -11,6 +11,7 @@ from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.machine import Machine
 from megarl.commands.doctor.platform_detection import platform_of
 from megarl.commands.launch.topology import DEFAULT_PORT, read_topology
+from megarl.errors import spans_of
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.kinds import KINDS
 
@@ -106,8 +107,12 @@ def _ranges(machine: Machine, kind: DeviceKind) -> Iterator[Finding]:
             yield warning(text, "ss -ltnp shows the processes")
         if overlap := _ephemeral(machine, numbers):
             text = f"{variable}={value}: {overlap} of these ports are in the ephemeral range ({_EPHEMERAL})"
+            spans = spans_of(sorted({*_reserved(machine), *numbers}))  # sysctl replaces the ports reserved so far
+            ports_to_reserve = ",".join("-".join(map(str, span)) for span in spans)
             yield warning(
-                text, f"sysctl -w net.ipv4.ip_local_reserved_ports={value}, on each host, outside the container"
+                text,
+                f"sysctl -w net.ipv4.ip_local_reserved_ports={ports_to_reserve}, on each host, outside the container. It replaces the "
+                "host's list: where another host reserves other ports, keep those",
             )
 
 
@@ -127,8 +132,13 @@ def _ephemeral(machine: Machine, numbers: list[int]) -> int:
     ephemeral = (machine.read(_EPHEMERAL) or "").split()
     if len(ephemeral) != 2:
         return 0
-    reserved = set(_ports((machine.read(_RESERVED) or "").strip()) or [])
+    reserved = _reserved(machine)
     return sum(int(ephemeral[0]) <= port <= int(ephemeral[1]) and port not in reserved for port in numbers)
+
+
+def _reserved(machine: Machine) -> set[int]:
+    """Return the ports that the system assigns to no outgoing connection."""
+    return set(_ports((machine.read(_RESERVED) or "").strip()) or [])
 
 
 @check("interfaces", "*_SOCKET_IFNAME name interfaces that exist and are up; with several nodes, the variables are set")

@@ -24,6 +24,7 @@ from megarl.commands.launch.join_secret import proof
 LONGEST_LINE = 1 << 16  # bytes
 PROOF_SECONDS = 10.0  # time for a connection to prove that it belongs to the run, from the first to the last byte
 MOST_UNKNOWN = 64  # connections without a proof at a time; further ones wait
+LOST_SECONDS = 60  # silence after which the kernel closes the connection to a machine without power or network
 _WRONG_SECRET = "it does not know the secret of this run"
 
 
@@ -96,6 +97,7 @@ class RendezvousServer:
             self._unknown.acquire()
             try:
                 connection, _ = self._listener.accept()
+                _notice_loss(connection)
             except OSError:  # closed by `finish`
                 return
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
@@ -149,7 +151,10 @@ class RendezvousServer:
             if hello.get("nodes") != self._nodes:
                 return f"the head expects {self._nodes} nodes, this node {hello.get('nodes')}"
             if rank in self._present:
-                return f"node rank {rank} is taken by {self._present[rank][1]}"
+                return (
+                    f"node rank {rank} is taken by {self._present[rank][1]}: set this node's own NODE_RANK. The rank of a machine "
+                    f"that lost its power or network is free {LOST_SECONDS} s later: then start this node again"
+                )
             if not 0 < rank < self._nodes:
                 return f"node rank {rank} is not between 1 and {self._nodes - 1}"
             self._present[rank] = connection, host
@@ -227,7 +232,7 @@ def _dial(host: str, port: int, timeout: float) -> socket.socket:
         try:
             connection = socket.create_connection((host, port), timeout=5)
             connection.settimeout(None)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            _notice_loss(connection)
             return connection
         except OSError as error:
             if time.monotonic() > deadline:
@@ -235,6 +240,16 @@ def _dial(host: str, port: int, timeout: float) -> socket.socket:
                     f"the head did not answer at {host}:{port} within {timeout:.0f} s ({error})"
                 ) from error
             time.sleep(0.2)
+
+
+def _notice_loss(connection: socket.socket) -> None:
+    """Let the kernel close `connection` after `LOST_SECONDS` without a reply of the other machine, which may have lost its power."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    probes = {"TCP_KEEPIDLE": LOST_SECONDS // 2, "TCP_KEEPINTVL": LOST_SECONDS // 6, "TCP_KEEPCNT": 3}
+    unanswered = {"TCP_USER_TIMEOUT": LOST_SECONDS * 1000}  # of a message on its way, during which no probe is sent
+    for name, value in {**probes, **unanswered}.items():
+        if hasattr(socket, name):  # macOS lacks some
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _hang_up(connection: socket.socket) -> None:

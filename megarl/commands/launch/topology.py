@@ -17,6 +17,8 @@ _NODES = ("NNODES", "PET_NNODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 _MASTER = ("MASTER_ADDR", "PET_MASTER_ADDR")
 _PORT = ("MASTER_PORT", "PET_MASTER_PORT")
 _DEVICES = ("DEVICES_PER_NODE", "PET_NPROC_PER_NODE", "SLURM_GPUS_ON_NODE")
+# PyTorchJob sets "auto" unless nprocPerNode is given; torchrun counts devices for these words.
+_DETECTED = {"PET_NPROC_PER_NODE": ("auto", "gpu", "cpu")}
 _NODE_LIST = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
@@ -62,7 +64,8 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
         raise ValueError(
             f"MASTER_PORT={port}: Ray uses this port and megarl the next two; all must be in 1024 to 65535."
         )
-    devices = _integer(environ, _DEVICES, None)
+    given = {name: value for name, value in environ.items() if value not in _DETECTED.get(name, ())}
+    devices = _integer(given, _DEVICES, None)
     if devices == 0:
         raise ValueError(
             "DEVICES_PER_NODE=0: a node without devices cannot take part in a run. Leave it out to let Ray detect devices."
@@ -81,14 +84,14 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
 
 
 def first_host(node_list: str) -> str:
-    """The first host of a Slurm node list.
+    """Return the first host of a Slurm node list.
 
     >>> first_host("gpu[007-010,12],login1")
     'gpu007'
     """
-    name = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", node_list.strip())
-    assert name is not None  # every part is optional
-    return name.group(1) + (name.group(2) or "") + name.group(3)
+    name = re.match(r"(\[[^\]]*\]|[^,])*", node_list.strip())
+    assert name is not None  # it may be empty
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", name[0])
 
 
 def _slurm_head(environ: Mapping[str, str]) -> str | None:

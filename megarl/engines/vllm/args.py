@@ -37,11 +37,13 @@ _DATA_PARALLEL = (
     "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend", "data_parallel_external_lb",
     "data_parallel_hybrid_lb",
 )  # fmt: skip
+# Each multiplies the devices of an engine, which has `tensor_parallel` of them. 1 is accepted.
+_MORE_DEVICES = ("pipeline_parallel_size", "prefill_context_parallel_size")
 # Arguments that other settings determine -> the setting, None if fixed.
 _OWNED = {
     "model": "{section}.path",
     "dtype": "{section}.dtype",
-    "tensor_parallel_size": "{section}.tensor_parallel",
+    **dict.fromkeys(("tensor_parallel_size", *_MORE_DEVICES), "{section}.tensor_parallel"),
     **dict.fromkeys(_DATA_PARALLEL),
     "max_model_len": "data.max_prompt_length and rollout.max_response_length",  # also what a teacher reads
     "seed": "train.seed",
@@ -109,6 +111,9 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
     seconds and needs a prepared platform. Without vLLM on this machine (a controller), the engine's start checks names.
     """
     types, owned = fields(), {**_OWNED, **_OWNED_IN.get(section, {})}
+    for name in _MORE_DEVICES:
+        if engine_args.get(name) == 1:
+            del owned[name]
     if engine_args.get("distributed_executor_backend") == "external_launcher":
         raise ValueError(
             f"{section}.engine_args.distributed_executor_backend cannot be external_launcher: megarl starts one process per "

@@ -7,7 +7,6 @@ Versions before the first do not support vLLM 0.11; versions after the last are 
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -20,6 +19,7 @@ from packaging.version import Version
 from megarl.engines import package_folder
 from megarl.errors import RecipeError
 from megarl.platform.version_sets import version_of
+from megarl.registry import nearest
 
 if TYPE_CHECKING:
     import torch
@@ -190,7 +190,8 @@ def _unknown(key: str, name: str, version: Version | None, keys: frozenset[str])
     spans = [span for span, names in _KEYS.items() if key in names.split()]
     if version is None or not spans:
         which = f"vllm-ascend {version} reads no such key" if version else "no version of vllm-ascend reads such a key"
-        return f"{name}.{key}: {which}; did you mean {difflib.get_close_matches(key, keys, 1, 0.0)[0]!r}?"
+        near = nearest(key, keys)
+        return f"{name}.{key}: {which}; {f'did you mean {near!r}?' if near else 'leave it out'}"
     read = " and ".join(f"from {first}" + (f" until before {end}" if end else " on") for first, end in spans)
     gone = all(end and _since(version, end) for _, end in spans)
     instead = _INSTEAD.get(key) if gone else None

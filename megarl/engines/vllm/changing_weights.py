@@ -112,10 +112,6 @@ def _problems(spec: EngineSpec, device: str, config: Mapping[str, Any]) -> dict[
         "it was not tested with rollout.quantization": spec.quantization is not None,
         "it was not tested with groups of engines (rollout.data_parallel)": spec.data_parallel > 1,
         "it was not tested with images": has_tower(dict(config)),
-        "with pipeline stages, the draft would not share the policy's embedding, which updates bring": int(
-            spec.engine_args.get("pipeline_parallel_size") or 1
-        )
-        > 1,
         "this version of vLLM gives the draft random weights, as it has no draft_load_config": not _loads_drafts(),
     }
 

@@ -38,7 +38,6 @@ def merged_because(spec: EngineSpec, config: dict[str, Any], device: str) -> str
         "its weights are quantized as they are loaded": bool(
             spec.quantization or args.get("quantization") or "quantization_config" in config
         ),
-        "its layers are spread over pipeline stages": (args.get("pipeline_parallel_size") or 1) > 1,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

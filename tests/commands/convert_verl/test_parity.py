@@ -102,6 +102,7 @@ def test_a_setting_after_the_file_replaces_an_unknown_value() -> None:
         ("seq_mean_k1", "0.8_1.25", {"mean_ratio": [0.8, 1.25]}),
         ("seq_mean_k3", "0.01", {"mean_k3": 0.01}),
         ("'token_k1,seq_max_k2'", "'0.5_2.0,2.5'", {"token_ratio": [0.5, 2.0], "worst_k2": 2.5}),
+        ("'token_k2,token_k2,token_k2'", "'3.0,0.5,2.0'", {"token_k2": 0.5}),
         ("'token_k2,seq_sum_k3'", "0.3", {"token_k2": 0.3, "sequence_k3": 0.3}),
     ],
 )

@@ -141,3 +141,70 @@ def test_a_default_that_verl_has_changed_has_a_note() -> None:
         note.startswith(f"{option} (verl's default)") and "January 2026" in note for note in convert(command).notes
     )
     assert not any("January 2026" in note for note in convert(f"{command} {option}=True").notes)
+
+
+VLLM = f"+{R}.engine_kwargs.vllm"
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        (
+            f"{VLLM}.additional_config.enable_flashcomm1=True {VLLM}.additional_config.ascend_scheduler_config.enabled=True",
+            {"additional_config": {"enable_flashcomm1": True, "ascend_scheduler_config": {"enabled": True}}},
+        ),
+        (f"{VLLM}.additional_config='{{enable_flashcomm1:True}}'", {"additional_config": {"enable_flashcomm1": True}}),
+        (
+            f"{VLLM}.speculative_config.method=mtp {VLLM}.speculative_config.num_speculative_tokens=1",
+            {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+        ),
+        (f"{VLLM}.hf_overrides.rope_theta=1000", {"hf_overrides": {"rope_theta": 1000}}),
+    ],
+)
+def test_engine_arguments_that_are_mappings_are_kept(options: str, arguments: dict[str, Any]) -> None:
+    assert arguments.items() <= recipe(options)["rollout"]["engine_args"].items()
+
+
+def test_of_a_mapping_only_the_rejected_keys_are_omitted() -> None:
+    options = f"{VLLM}.additional_config.enable_flashcomm1=True {VLLM}.additional_config.nonsense.depth=1"
+    assert recipe(options)["rollout"]["engine_args"]["additional_config"] == {"enable_flashcomm1": True}
+    notes = [note for note in convert(f"{GRPO} {options}").notes if "additional_config" in note]
+    assert len(notes) == 1 and ".nonsense.depth=1: omitted, " in notes[0] and "no version of vllm-ascend" in notes[0]
+
+
+def test_a_mapping_without_its_rejected_key_is_omitted_if_it_needs_the_key() -> None:
+    options = f"{VLLM}.speculative_config.method=eagle3 {VLLM}.speculative_config.num_speculative_tokens=1"
+    assert "speculative_config" not in recipe(options)["rollout"]["engine_args"]
+    notes = "\n".join(convert(f"{GRPO} {options}").notes)
+    assert ".method=eagle3: omitted, " in notes and ".num_speculative_tokens=1: omitted, " in notes
+
+
+def test_engines_with_pipeline_stages_are_not_converted() -> None:
+    """An engine has `tensor_parallel` devices."""
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
+        assert recipe(f"{VLLM}.{name}=1")["rollout"]["engine_args"][name] == 1
+        assert name not in recipe(f"{VLLM}.{name}=2")["rollout"]["engine_args"]
+        notes = convert(f"{GRPO} {VLLM}.{name}=2").notes
+        assert any(f"{name}=2: omitted, " in note and "set rollout.tensor_parallel instead" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        (f"{R}.max_num_seqs=0", "max_num_seqs=0: omitted, it must be above 0; set it above 0"),
+        (f"{R}.gpu_memory_utilization=90", "it must be above 0, and at most 1"),
+        (f"{VLLM}.template='{{{{ a\nb: c }}}}'", "template={{ a b: c }}: omitted"),
+    ],
+)
+def test_a_note_about_a_rejected_engine_argument_is_one_comment(option: str, reason: str) -> None:
+    text = convert(f"{GRPO} {option}").text
+    assert yaml.safe_load(text)["model"] == {"path": "m"}
+    assert any(line.startswith("#   rollout.engine_args.") and reason in line for line in text.splitlines())
+
+
+def test_the_users_own_engine_arguments_are_kept() -> None:
+    """The preflight of a run reports them."""
+    script, own = f"{VLLM}.speculative_config.num_speculative_tokens=1", "rollout.engine_args.speculative_config.method"
+    arguments = recipe(script, f"{own}=eagle3")["rollout"]["engine_args"]
+    assert arguments["speculative_config"] == {"num_speculative_tokens": 1, "method": "eagle3"}
+    assert recipe(f"{R}.max_num_seqs=8", "rollout.engine=vlm")["rollout"]["engine_args"]["max_num_seqs"] == 8

@@ -98,6 +98,7 @@ FAULTS: dict[str, Fault] = {
     "Ray's port taken": ("cpu", lambda m: m.used_ports.add(6379), "ports", "FAIL", ["6379", "MASTER_PORT"], CLUSTER),
     "HCCL's ports taken": ("npu", lambda m: m.used_ports.update(range(60000, 60048)), "ports", "FAIL", ["3 of 51", "4 processes", "EJ0003"], RECIPE),
     "HCCL's ports handed out": ("npu", lambda m: m.write("/proc/sys/net/ipv4/ip_local_reserved_ports", "\n"), "ports", "warning", ["ip_local_reserved_ports=60000-60050"], RECIPE),
+    "HCCL's ports handed out, others reserved": ("npu", lambda m: m.write("/proc/sys/net/ipv4/ip_local_reserved_ports", "8080,40000-40010,60000\n"), "ports", "warning", ["50 of these", "ip_local_reserved_ports=8080,40000-40010,60000-60050,"], RECIPE),
     "no range": ("npu", lambda m: m.environ.update(HCCL_NPU_SOCKET_PORT_RANGE="61050-61000"), "ports", "FAIL", ["61050-61000", "61000-61050"], RECIPE),
     "an interface that is not there": ("npu", lambda m: m.environ.update(HCCL_SOCKET_IFNAME="enp67s0f0"), "interfaces", "FAIL", ["enp67s0f0", "eth0"], RECIPE),
     "an interface that is down": ("cuda", lambda m: m.environ.update(GLOO_SOCKET_IFNAME="ib0"), "interfaces", "FAIL", ["ib0 is down"], RECIPE),

@@ -132,6 +132,12 @@ def test_slurm_refuses_a_wrong_call(sbatch, environ, message):
     assert job.returncode == 2
 
 
+def test_slurm_without_a_container_runs_in_an_old_bash():
+    """With `set -u`, bash before 4.4 (CentOS 7) calls "${name[@]}" of an empty array unbound."""
+    script = (LAUNCH / "slurm.sh").read_text()
+    assert script.count("container[@]") == 2 and '${container[@]+"${container[@]}"}' in script
+
+
 # --- Kubernetes ---------------------------------------------------------------------------------
 
 

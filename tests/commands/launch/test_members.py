@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from pathlib import Path
@@ -52,6 +53,15 @@ def nodes():
     yield server, client
     client.close()
     server.finish(0)
+
+
+def test_both_ends_notice_a_machine_without_power(nodes: Any) -> None:
+    server, client = nodes
+    connections = [server._present[1][0], client._connection]
+    for name, value in [("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 60_000)]:
+        option = getattr(socket, name)
+        assert [each.getsockopt(socket.IPPROTO_TCP, option) for each in connections] == [value, value], name
+    assert all(each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for each in connections)
 
 
 def test_a_node_leaves_when_its_engines_have(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,15 @@ from tests.support.cluster_workers import ROOT, alive, descendants, wait_until
         ({"NODE_RANK": "3", "NNODES": "4", "MASTER_ADDR": "a", "DEVICES_PER_NODE": "16"}, 3, 4, "a", 16),
         ({"SLURM_NODEID": "1", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "gpu[07-08]"}, 1, 2, "gpu07", None),
         ({"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_MASTER_ADDR": "m", "PET_NPROC_PER_NODE": "8"}, 1, 2, "m", 8),
+        (
+            {"PET_NODE_RANK": "0", "PET_NNODES": "2", "PET_MASTER_ADDR": "m", "PET_NPROC_PER_NODE": "auto"},
+            0,
+            2,
+            "m",
+            None,
+        ),
+        ({"PET_NPROC_PER_NODE": "gpu", "SLURM_GPUS_ON_NODE": "4"}, 0, 1, "127.0.0.1", 4),
+        ({"PET_NPROC_PER_NODE": "auto", "DEVICES_PER_NODE": "8"}, 0, 1, "127.0.0.1", 8),
         ({"JOB_COMPLETION_INDEX": "1", "NNODES": "2", "MASTER_ADDR": "m", "HOSTNAME": "x-0"}, 1, 2, "m", None),
         ({"HOSTNAME": "trainer-5", "NNODES": "8", "MASTER_ADDR": "trainer-0.trainer"}, 5, 8, "trainer-0.trainer", None),
         ({"NODE_RANK": "0", "SLURM_NODEID": "1", "NNODES": "2", "MASTER_ADDR": "m"}, 0, 2, "m", None),
@@ -47,6 +56,7 @@ def test_topology(environ, rank, nodes, master, devices):
         ({"NNODES": "2", "NODE_RANK": "0"}, "set MASTER_ADDR"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "m"}, "ranks are 0 to 1"),
         ({"PET_NNODES": "1:4"}, "PET_NNODES must be a whole number, got 1:4"),
+        ({"PET_NPROC_PER_NODE": "some"}, "PET_NPROC_PER_NODE must be a whole number, got some"),
         ({"MEGARL_JOIN_TIMEOUT": "soon"}, "MEGARL_JOIN_TIMEOUT must be a number of seconds, got soon"),
         ({"NNODES": "0"}, "0 nodes: a run has at least one"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: Ray uses this port"),
@@ -60,6 +70,7 @@ def test_inconsistent_topologies_are_refused(environ, message):
 
 def test_first_host_of_a_slurm_list():
     lists = {"n1": "n1", "n1,n2": "n1", "gpu[007-010,12],login": "gpu007", "a[3,5]-ib": "a3-ib", "c[1-2]": "c1"}
+    lists |= {"rack[1-2]n[1-4]": "rack1n1", "r[2,4]n[03-04,7]x,r5n1": "r2n03x"}
     assert {text: first_host(text) for text in lists} == lists
 
 
