@@ -13,7 +13,7 @@ from megarl.cluster.device_map import Demand
 from megarl.engines.specs import fixed_models
 from megarl.errors import as_input_error
 from megarl.observe.stdout import output
-from megarl.preflight.engines_and_devices import check_device
+from megarl.preflight.engines_and_devices import check_device, check_installed
 from megarl.preflight.environment import environment_notices
 from megarl.preflight.hub_inputs import evaluation_inputs, fetch_inputs
 from megarl.preflight.survey import check_without_weights, prepare_evaluation
@@ -39,6 +39,7 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
         prepared = prepare_evaluation(recipe)
         platform = platforms.select(recipe.cluster.device)
         check_device(recipe, platform.name, training=False)
+        check_installed(recipe, training=False)
     for notice in [*fetched.notices, *environment_notices(recipe, platform, training=False)]:
         print(notice, file=sys.stderr)
     assert prepared.evaluation is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,6 +97,24 @@ def check_device(recipe: Recipe, device: str, *, training: bool = True) -> None:
         only_adapters = recipe.weight_sync.adapters == "only" and spec.adapters is not None
         if only_adapters and (reason := arguments.merged_because(spec, device)) is not None:
             raise RecipeError("weight_sync.adapters", reason, "set weight_sync.adapters=merged, or auto", value="only")
+
+
+def check_installed(recipe: Recipe, *, training: bool = True) -> None:
+    """Raise RecipeError if the package of an engine that will start on this machine is missing.
+
+    A Ray cluster's nodes are not examined: they may have other packages than the controller. `megarl doctor` examines them.
+    `training`: False for `megarl eval`.
+    """
+    if recipe.cluster.ray_address or os.environ.get("RAY_ADDRESS"):
+        return
+    for engine, spec in first_specs(recipe, training=training):
+        if engines.package_folder(engine) is None:
+            raise RecipeError(
+                f"{spec.recipe_section}.engine",
+                f"the package {engine} is not installed in {sys.prefix}",
+                "install it (`megarl doctor RECIPE` names the version), or choose another engine",
+                value=engine,
+            )
 
 
 def route_notices(recipe: Recipe, config: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from megarl.checkpoint.identity import CONTENTS, data_digest, identity_of, saved
 from megarl.observe.restarts import restart_notices
 from megarl.preflight.data import Prepared
 from megarl.preflight.elastic import fit_to_devices
-from megarl.preflight.engines_and_devices import check_device
+from megarl.preflight.engines_and_devices import check_device, check_installed
 from megarl.preflight.hub_inputs import Commits, fetch_inputs, training_inputs
 from megarl.preflight.provenance import changed_since, provenance_of
 from megarl.preflight.recipe.general import validate
@@ -53,6 +53,7 @@ def prepare_run(recipe: Recipe) -> RunSetup:
         validate(recipe)  # settings that the number of steps bounds
     platform = platforms.select(recipe.cluster.device)
     check_device(recipe, platform.name)
+    check_installed(recipe)
     identity = identity_of(recipe, prepared.model, prepared.critic_model, prepared.rows_of_sets)
     identity[CONTENTS] = data_digest(recipe.data)
     place = open_run_directory(recipe, identity)

@@ -161,8 +161,9 @@ def fewer_experts(config: dict[str, Any], ranks: int, like: int) -> dict[str, in
 
 
 def _engines(rollout: RolloutConfig, like: RolloutConfig, devices: int) -> None:
-    """Set the engine of `like` and its arguments, with as many engines as the devices allow."""
+    """Set the engine of `like`, its arguments and its precision, with as many engines as the devices allow."""
     rollout.engine, rollout.engine_args = like.engine, copy.deepcopy(like.engine_args)
+    rollout.quantization = like.quantization
     rollout.tensor_parallel = math.gcd(like.tensor_parallel, devices)
     rollout.data_parallel = math.gcd(like.data_parallel, devices // rollout.tensor_parallel)
     rollout.expert_parallel = like.expert_parallel

@@ -52,6 +52,10 @@ class EngineProbe:
         await asyncio.to_thread(self.engine.generate, requests, results.__setitem__)
         return [completion for group in sorted(results) for completion in results[group]]
 
+    async def sample_dummy_weights(self) -> None:
+        """Let a started engine with dummy weights (`EngineSpec.load_weights`) sample without a weight update."""
+        self.engine._backend.unloaded = None
+
     async def free_memory(self) -> float | None:
         """Return the free memory of the engine's device in GiB; None on a CPU."""
         platform = platforms.select(self.device)

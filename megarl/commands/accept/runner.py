@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,14 +82,14 @@ class Stopped(Exception):
 
 
 def run_stage(directory: Path, stage: Stage, seconds: float, stop: threading.Event | None = None) -> StageResult:
-    """Run one stage in a child process.
+    """Run one stage in a child process. Files of an earlier try are deleted: its runs could not start again.
 
     After `seconds` the stage fails: all its processes write their Python stacks to their logs and are killed.
     """
     folder = stage.folder(directory)
-    folder.mkdir(exist_ok=True)
-    for name in (CHECKS, DOING, stage_main.ERROR):
-        (folder / name).unlink(missing_ok=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
     reaper = OrphanReaper()
     environment = {
         **os.environ,

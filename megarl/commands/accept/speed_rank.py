@@ -51,8 +51,10 @@ class SpeedRank(Rank):
         optimizer = optimizers.Adam([weight], lr=1e-4)
         return self._timed(optimizer.step)
 
-    def send(self, elements: int) -> list[float]:
-        """Rank 0 to rank 1, measured by both."""
+    def send(self, elements: int) -> list[float] | None:
+        """Rank 0 to rank 1, measured by both. None on the other ranks."""
+        if self.rank > 1:
+            return None
         tensor = torch.ones(elements, device=self.platform.device())
         return self._timed(lambda: dist.send(tensor, 1) if self.rank == 0 else dist.recv(tensor, 0))
 

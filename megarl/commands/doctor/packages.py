@@ -19,6 +19,7 @@ _IMPORT_SECONDS = 120.0
 # The imports of trainers and engines. They run in child processes.
 _TRAINER = "from megarl import platform; platform.select('{device}').prepare(); import megarl.megatron.trainer"
 _ENGINE = "from megarl.engines.vllm.compat import capabilities; print(capabilities().device)"
+_SGLANG = "from sglang.srt.entrypoints.engine import Engine; Engine.begin_weight_update"
 
 
 @check("python", "the version satisfies setup.cfg's `python_requires` and the set of packages")
@@ -48,6 +49,8 @@ def packages(machine: Machine, needs: Needs) -> Iterator[Finding]:
     missing = [name for name, version in have.items() if version is None and _is_needed(name, needs)]
     if missing:
         yield fail(f"not installed: {', '.join(missing)}", f"install {how}")
+    if lacks_sglang := needs.engines and "sglang" in needs.libraries and _installed(machine, "sglang") is None:
+        yield fail("not installed: sglang", "install SGLang 0.5.23 or later, or set the recipe's engine to vllm")
     different = [
         f"{name} {version} (the set has {pin.removeprefix('==')})"
         for name, pin in chosen.packages.items()
@@ -65,7 +68,7 @@ def packages(machine: Machine, needs: Needs) -> Iterator[Finding]:
         required = not minimum.training_only or (needs.recipe and needs.trains)
         text = f"{minimum.package} {version}: {minimum.problem}"
         yield (fail if required else warning)(text, f"install {minimum.version} or later; {how}")
-    if not missing and not different:
+    if not missing and not different and not lacks_sglang:
         named = ", ".join(f"{name} {version}" for name, version in have.items() if version)
         yield ok(f"the {chosen.name} set: {named}" + (f" ({chosen.remark})" if chosen.remark else ""))
 
@@ -97,29 +100,45 @@ def imports(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if sees.error or sees.kind != device:  # the check `platform` reports it
         return
     trainer_code = _TRAINER.format(device=device)
-    with ThreadPoolExecutor(2) as threads:
+    libraries = needs.libraries if needs.engines else ("vllm",)
+    with ThreadPoolExecutor(3) as threads:
         training = threads.submit(machine.python_code, trainer_code, _IMPORT_SECONDS)
-        sampling = threads.submit(machine.python_code, _ENGINE, _IMPORT_SECONDS, VLLM_LOGGING_LEVEL="ERROR")
-    trainer, engine = training.result(), sampling.result()
+        vllm = threads.submit(_vllm, machine, device) if "vllm" in libraries else None
+        sglang = threads.submit(machine.python_code, _SGLANG, _IMPORT_SECONDS) if "sglang" in libraries else None
+    trainer = training.result()
     if not trainer.good:
         yield fail(f"a trainer's modules: {trainer.last_error}", f"run: python -c {trainer_code!r}")
-    kind = engine.text.split()[-1] if engine.good and engine.text.split() else ""
-    # vLLM's names for kinds of devices are the values of cluster.device.
-    if not engine.good or kind != device:
-        text = engine.last_error if not engine.good else f"vLLM would run on {kind!r}, and the platform is {device}"
-        remedy = f"run: python -c {_ENGINE!r}"
+    # Name of each engine in the report -> its error, "" if it can be imported, and the code that was run.
+    engines: dict[str, tuple[str, str]] = {}
+    if vllm is not None:
+        engines[f"vLLM on {device}"] = vllm.result(), _ENGINE
+    if sglang is not None:
+        engines["SGLang"] = "" if sglang.result().good else sglang.result().last_error, _SGLANG
+    problems = [(error, f"run: python -c {code!r}") for error, code in engines.values() if error]
+    for error, remedy in problems:
         yield (
-            fail(f"an engine's modules: {text}", remedy)
+            fail(f"an engine's modules: {error}", remedy)
             if needs.engines
-            else warning(f"an engine's modules: {text}", f"RL and `megarl eval` need them; {remedy}")
+            else warning(f"an engine's modules: {error}", f"RL and `megarl eval` need them; {remedy}")
         )
-    elif trainer.good:
-        yield ok(f"trainer (Megatron, mbridge) and engine (vLLM on {kind})")
+    if trainer.good and not problems:
+        yield ok(f"trainer (Megatron, mbridge) and engine ({', '.join(engines)})")
+
+
+def _vllm(machine: Machine, device: str) -> str:
+    """Return why vLLM's modules cannot run engines on `device`; "" if they can."""
+    engine = machine.python_code(_ENGINE, _IMPORT_SECONDS, VLLM_LOGGING_LEVEL="ERROR")
+    if not engine.good:
+        return engine.last_error
+    # vLLM's names for kinds of devices are the values of cluster.device.
+    kind = engine.text.split()[-1] if engine.text.split() else ""
+    return "" if kind == device else f"vLLM would run on {kind!r}, and the platform is {device}"
 
 
 def _is_needed(package: str, needs: Needs) -> bool:
-    """Return True if the recipe needs the package. SFT needs no engine, and torchrun needs no Ray."""
-    return (needs.engines or not package.startswith("vllm")) and (needs.ray or package != "ray")
+    """Return True if the recipe needs the package. SFT needs no engine, SGLang no vLLM, and torchrun no Ray."""
+    vllm = needs.engines and "vllm" in needs.libraries
+    return (vllm or not package.startswith("vllm")) and (needs.ray or package != "ray")
 
 
 def _numbers(version: str, count: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from megarl.cluster.device_map import place
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.launch.topology import read_topology
 from megarl.engines.routes import check_route, route_here
+from megarl.engines.specs import fixed_models
 from megarl.errors import RecipeError, pluralize
 from megarl.hf import weights as hf_weights
 from megarl.observe.run_dir import RunDirectory
@@ -20,7 +21,7 @@ from megarl.preflight.findings import STAGES, Available, Survey
 from megarl.preflight.survey import survey
 from megarl.recipe.derived.weight_sync_route import is_sharded
 from megarl.recipe.schema import Recipe, TrainConfig
-from megarl.weight_sync.session import FULL_SLOTS, HOST_MEMORY_TRANSPORTS, SHARDED_SLOTS
+from megarl.weight_sync.session import HOST_MEMORY_TRANSPORTS
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _RUNS_PROGRAMS = ("code", "code_all", "code_interpreter")  # in the sandbox
@@ -38,10 +39,9 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
     demand, rl = demand_of(recipe), recipe.train.source == "rollout"
     sizes = hf_weights.sizes(Path(recipe.model.path))
     each, scorers = _BYTES[recipe.model.dtype], [recipe.reward.function or "", *recipe.reward.functions]
-    bucket_bytes, buckets = max(recipe.weight_sync.bucket_mb << 20, each * max(sizes, default=0)), FULL_SLOTS
+    bucket_bytes, sync_ranks = max(recipe.weight_sync.bucket_mb << 20, each * max(sizes, default=0)), 0
     if is_sharded(recipe):  # a bucket may hold a part of a tensor; trainer ranks and relaying engine ranks have slots
-        bucket_bytes = recipe.weight_sync.bucket_mb << 20
-        buckets = SHARDED_SLOTS * -(-(demand.trainers + demand.engine_devices) // nodes)
+        bucket_bytes, sync_ranks = recipe.weight_sync.bucket_mb << 20, demand.trainers + demand.engine_devices
     runs = [name for name in [*recipe.agent.tools, *scorers] if name in _RUNS_PROGRAMS]
     return Needs(
         device=recipe.cluster.device,
@@ -49,17 +49,25 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
         trains=not only_evaluates(recipe.data),
         nodes=nodes,
         engines=rl,
+        libraries=tuple(_libraries(recipe)),
         ray=recipe.cluster.transport != "torchrun",
         processes=demand.trainers + demand.critics + demand.engine_devices + demand.fixed_devices,
         runs_dir=recipe.runs_dir,
         bucket_bytes=bucket_bytes,
-        buckets=buckets,
+        sync_ranks=sync_ranks,
         shared_memory=recipe.weight_sync.transport in HOST_MEMORY_TRANSPORTS,
         checkpoint_bytes=checkpoint_bytes(recipe, sum(sizes)),
         checkpoints=checkpoints_at_a_time(recipe.train),
         sandbox=runs[0] if runs else "",
         ray_address=recipe.cluster.ray_address or environ.get("RAY_ADDRESS", ""),
     )
+
+
+def _libraries(recipe: Recipe) -> list[str]:
+    """Return the names of the engines that a run or an evaluation of the recipe starts, each once."""
+    fixed = fixed_models(recipe, training=not only_evaluates(recipe.data))
+    names = [recipe.rollout.engine] if recipe.train.source == "rollout" else []
+    return list(dict.fromkeys([*names, *(getattr(recipe, section).engine for section in fixed)]))
 
 
 def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:

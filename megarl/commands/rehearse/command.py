@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from megarl.commands.child import run_child
 from megarl.commands.rehearse.changes import Change
 from megarl.commands.rehearse.settings import STEPS
 from megarl.commands.rehearse.tiny_copy import TinyCopy, make_tiny_copy
-from megarl.errors import as_input_error, cut_end, plain
+from megarl.errors import as_input_error, command_name, cut_end, plain
 from megarl.observe.metrics import read_metrics
 from megarl.preflight.run_directory import LEAST_FREE_BYTES
 
@@ -49,14 +50,14 @@ def rehearse(
             raise
     print(f"tiny copy: {tiny.path}", flush=True)
     began = time.monotonic()
-    status = train_copy(tiny, resume=resume)
+    status, repeat = train_copy(tiny, resume=resume)
     seconds = time.monotonic() - began
     (folder / REPORT).write_text(table(tiny.changes, width=None) + "\n", encoding="utf-8")
     changes = [vars(change) for change in tiny.changes]
     text = json.dumps({"recipe": str(path), "status": status, "seconds": seconds, "changes": changes}, indent=1)
     (folder / RECORD).write_text(text + "\n", encoding="utf-8")
     if status:  # print no table: it would hide the training's error message
-        print(f"\nthe rehearsal failed; to repeat the failure: megarl train {tiny.path}", file=sys.stderr)
+        print(f"\nthe rehearsal failed; to repeat the failure: {repeat}", file=sys.stderr)
         return status
     print(table(tiny.changes, width=_WIDTH))
     print(f"\nfull table: {folder / REPORT}; the tiny copy and its run are in the same folder")
@@ -68,14 +69,18 @@ def rehearse(
     return 1 if problems else 0
 
 
-def train_copy(tiny: TinyCopy, *, resume: bool) -> int:
-    """Run `megarl train` on the tiny copy, and once more to resume it. Return the first exit status that is not 0."""
+def train_copy(tiny: TinyCopy, *, resume: bool) -> tuple[int, str]:
+    """Run `megarl train` on the tiny copy, and once more to resume it.
+
+    Return the first exit status that is not 0, and a command that repeats the last run. The first run is repeated under
+    another name, since its own folder may hold results.
+    """
     environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    command = [sys.executable, "-m", "megarl", "train", str(tiny.path)]
-    status = run_child(command, environ)
-    if not resume or status:
-        return status
-    return run_child([*command, f"train.steps={STEPS + 1}", "train.resume=auto"], environ)
+    command, resumed = ["train", str(tiny.path)], [f"train.steps={STEPS + 1}", "train.resume=auto"]
+    status, repeat = run_child([sys.executable, "-m", "megarl", *command], environ), ["name=again"]
+    if resume and not status:
+        status, repeat = run_child([sys.executable, "-m", "megarl", *command, *resumed], environ), resumed
+    return status, f"{command_name()} {shlex.join([*command, *repeat])}"
 
 
 def faults(tiny: TinyCopy, steps: int) -> list[str]:

@@ -14,7 +14,7 @@ from megarl.hf.config import context_length, text_fields
 from megarl.megatron.extra_settings import check_extra_names
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.engines import check_engines
-from megarl.preflight.engines_and_devices import check_device, device_count_errors
+from megarl.preflight.engines_and_devices import check_device, check_installed, device_count_errors
 from megarl.preflight.findings import Survey
 from megarl.preflight.hub_inputs import fetch_inputs
 from megarl.preflight.models import POLICY
@@ -71,6 +71,7 @@ def prepare_served_model(recipe: Recipe) -> ServedModel:
     assert survey.tokenizer is not None, "a survey without errors has read the tokenizer"
     platform = platforms.select(recipe.cluster.device)
     check_device(recipe, platform.name)
+    check_installed(recipe)
     directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
     notices = [*fetched.notices, *filter(None, [directory.lock()])]
     return ServedModel(recipe, platform, survey.tokenizer, survey.configs[POLICY], notices, directory)

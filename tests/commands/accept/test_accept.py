@@ -55,6 +55,14 @@ class TestRunner:
         assert (result.verdict, result.reason) == ("PASS", "")
         assert [check.value for check in result.checks] == [0.01]
 
+    def test_a_stage_starts_in_an_empty_folder(self, monkeypatch, tmp_path):
+        """Runs and models of an earlier try would make `megarl train` and the copy of the recipe refuse to start."""
+        run = ENVIRONMENT.folder(tmp_path) / "runs" / "colocated"
+        run.mkdir(parents=True)
+        (run / "metrics.jsonl").write_text("{}")
+        assert stage_with(monkeypatch, tmp_path, "passes").verdict == "PASS"
+        assert not run.parent.exists()
+
     def test_the_first_failed_check_is_the_reason(self, monkeypatch, tmp_path):
         result = stage_with(monkeypatch, tmp_path, "fails")
         assert result.verdict == "FAIL"

@@ -321,7 +321,8 @@ class TestFewLayers:
         recipe.write_text(
             f"model: {{path: {source}, dtype: bfloat16}}\ncluster: {{trainers: 16, device: npu, placement: colocated}}\n"
             "data: {train_files: [data/gsm8k/train.parquet], prompts_per_step: 64}\n"
-            "rollout: {engines: 8, tensor_parallel: 2, max_response_length: 4096, engine_args: {enforce_eager: true}}\n"
+            "rollout: {engines: 8, tensor_parallel: 2, max_response_length: 4096, engine_args: {enforce_eager: true},\n"
+            "  quantization: fp8}\n"
             "megatron: {tensor_parallel: 2, pipeline_parallel: 4, expert_parallel: 2}\nreward: {function: gsm8k}\n"
             "actor: {max_tokens_per_micro_batch: 16384, mini_batches: 4}\n"
         )
@@ -330,6 +331,7 @@ class TestFewLayers:
         tiny = cut.make_cut(recipe, [], folder, "cpu", 4)
         assert tiny.layout.startswith("TP2 PP2 EP2 on 4 trainers (the recipe: 16), 2 engines of TP2, 4 layers")
         assert tiny.recipe.rollout.engine_args == {"enforce_eager": True} and tiny.recipe.cluster.device == "cpu"
+        assert tiny.recipe.rollout.quantization == "fp8", "engines of the recipe's precision are tested"
         assert tiny.recipe.actor.max_tokens_per_micro_batch == 4 * (cut.PROMPT + cut.RESPONSE)
         assert tiny.config["hidden_size"] == 64 and tiny.config["num_experts"] == 4
         index = json.loads((folder / "model" / "model.safetensors.index.json").read_text())["weight_map"]

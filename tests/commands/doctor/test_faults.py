@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megarl.commands.doctor import nodes, system
 from megarl.commands.doctor.catalogue import CHECKS
 from megarl.commands.doctor.check import check, run_check
 from megarl.commands.doctor.finding import Finding, Needs, ok
 from megarl.commands.doctor.machine import Output
 from megarl.commands.doctor.npu_checks import Chip, chips
+from megarl.commands.doctor.recipe import needs_of
+from megarl.recipe.schema import Recipe
 from tests.support.doctor_machine import (
     A2,
     A3,
@@ -213,3 +217,57 @@ def test_a_set_without_a_documented_oldest_driver_omits_it(tmp_path: Path) -> No
     machine.write(DRIVER_INFO, "Version=25.3.rc1\n")
     (line,) = (finding.text for finding in examine(machine, RECIPE) if finding.check == "npu driver")
     assert line == "25.3.rc1; CANN 8.3.RC1 was released with 25.3.rc1"
+
+
+def test_each_node_needs_memory_for_its_ranks_in_a_cluster_without_nnodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On KubeRay the number of nodes is known only when the cluster answers."""
+    recipe = Recipe()
+    recipe.cluster.trainers = recipe.rollout.engines = 256
+    recipe.cluster.placement = "colocated"
+    machine = MACHINES["cpu"](tmp_path)
+    machine.disks["/dev/shm"] = (16 * GIB, 16 * GIB)
+    needs = dataclasses.replace(needs_of(recipe, {"RAY_ADDRESS": "head:6379"}), bucket_bytes=64 << 20)
+    assert [finding.status for finding in system.shared_memory.function(machine, needs)] == ["FAIL"], "all on one node"
+    received: list[Needs] = []
+    monkeypatch.setattr(
+        "megarl.commands.run_on_all_nodes.on_every_node",
+        lambda address, function, arguments, seconds: received.extend(arguments(16)) or [],
+    )
+    nodes.check_all_nodes(needs)
+    assert received[0].buckets == needs.buckets // 16
+    assert [finding.status for finding in system.shared_memory.function(machine, received[0])] == ["ok"]
+
+
+class TestSglang:
+    """A recipe with `rollout.engine: sglang` needs SGLang and no vLLM."""
+
+    NEEDS = Needs(recipe=True, processes=3, libraries=("sglang",))
+
+    def of(self, machine: FakeMachine, needs: Needs) -> list[Finding]:
+        return [finding for finding in examine(machine, needs) if finding.check in ("packages", "imports")]
+
+    def test_vllm_is_not_required(self, tmp_path: Path) -> None:
+        machine = MACHINES["cuda"](tmp_path)
+        machine.packages["sglang"] = "0.5.23"
+        del machine.packages["vllm"]
+        machine.broken["megarl.engines.vllm"] = "ModuleNotFoundError: No module named 'vllm'"
+        findings = self.of(machine, self.NEEDS)
+        assert [finding for finding in findings if finding.status != "ok"] == []
+        assert any("SGLang" in finding.text for finding in findings)
+
+    def test_sglang_is_required(self, tmp_path: Path) -> None:
+        machine = MACHINES["cuda"](tmp_path)
+        machine.broken["sglang"] = "ModuleNotFoundError: No module named 'sglang'"
+        missing, broken = self.of(machine, self.NEEDS)
+        assert (missing.check, missing.status) == ("packages", "FAIL") and "not installed: sglang" in missing.text
+        assert (broken.check, broken.status) == ("imports", "FAIL") and "No module named 'sglang'" in broken.text
+        assert "install SGLang 0.5.23 or later" in missing.remedy
+
+    def test_engines_of_a_recipe(self) -> None:
+        recipe = Recipe()
+        recipe.rollout.engine = "sglang"
+        assert needs_of(recipe, {}).libraries == ("sglang",)
+        recipe.reward.function, recipe.judge.path = "judge", "model"
+        assert recipe.asks_judge and needs_of(recipe, {}).libraries == ("sglang", "vllm")

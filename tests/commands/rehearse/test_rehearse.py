@@ -336,11 +336,12 @@ def test_a_failed_rehearsal_ends_with_its_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command ends with the cause of the failure, not with the list of settings."""
-    monkeypatch.setattr(command, "train_copy", lambda tiny, resume: 1)
+    monkeypatch.setattr(command, "train_copy", lambda tiny, resume: (1, "megarl train again"))
     out = tmp_path / "tiny"
     recipe = ROOT / "recipes" / "dapo_qwen3_30b.yaml"
     assert rehearse(recipe, [], out=out, processes=None, shape=None, resume=True) == 1
-    assert "could not be exercised" not in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "could not be exercised" not in printed.out and printed.err.endswith("the failure: megarl train again\n")
     lines = (out / command.REPORT).read_text().splitlines()
     assert any(len(line) > 100 for line in lines) and not any(
         line.endswith("...") and "{" not in line for line in lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -34,7 +35,9 @@ from megarl.commands.accept.engine_probe import (
 )
 from megarl.commands.accept.ranks import LocalRanks, stop_all
 from megarl.commands.accept.tiny_families import write_family
+from megarl.engines.base import EngineSpec
 from megarl.engines.specs import policy_spec
+from megarl.engines.vllm.changing_weights import has_draft_weights
 from megarl.errors import RecipeError
 from megarl.hf.config import text_fields, with_layers
 from megarl.preflight.models import config_of, read_hf_config
@@ -49,6 +52,8 @@ CYCLES = 20
 ABORT_SECONDS = 10.0
 SAME = 0.8  # share of tokens that must be equal with and without graphs; rounding may change the others
 GROUP, LAYERS = 2, 4  # engines in a group of a tiny model; layers of the recipe's model
+RECIPE_ENGINE = "the recipe's engine"
+OVERRIDES = {"vllm": "hf_overrides", "sglang": "json_model_override_args"}  # arguments that override config.json
 
 
 def run(context: StageContext) -> None:
@@ -283,41 +288,59 @@ def _abort(context: StageContext, family: str, engine: LocalService) -> None:
 def _of_recipe(context: StageContext) -> None:
     """Test the recipe's engine or engine group with dummy weights and few layers."""
     recipe = context.recipe
-    name = "the recipe's engine"
     if recipe is None or recipe.train.source != "rollout":
-        context.not_run(name, "no recipe with sampling was named")
+        context.not_run(RECIPE_ENGINE, "no recipe with sampling was named")
         return
     if context.tiny:
-        context.not_run(name, "stage 6 runs a tiny copy of the recipe on a CPU instead")
+        context.not_run(RECIPE_ENGINE, "stage 6 runs a tiny copy of the recipe on a CPU instead")
         return
     if not (Path(recipe.model.path) / "config.json").is_file():
-        context.not_run(name, f"{recipe.model.path} has no config.json: fetch the model, or its config and tokenizer")
+        context.not_run(
+            RECIPE_ENGINE, f"{recipe.model.path} has no config.json: fetch the model, or its config and tokenizer"
+        )
+        return
+    config = read_hf_config(recipe.model.path)
+    if recipe.rollout.engine == "sglang" and "text_config" in config:
+        context.not_run(
+            RECIPE_ENGINE, "SGLang cannot override single fields of text_config, so its layers cannot be reduced"
+        )
         return
     devices, parallel = context.settings.devices, recipe.rollout.tensor_parallel
     if parallel > devices:
-        context.not_run(name, f"rollout.tensor_parallel={parallel}, and this node has {devices} devices")
+        context.not_run(RECIPE_ENGINE, f"rollout.tensor_parallel={parallel}, and this node has {devices} devices")
         return
-    size = math.gcd(recipe.rollout.data_parallel, devices // parallel)
+    if has_draft_weights(recipe.rollout.engine_args):
+        context.not_run(
+            f"{RECIPE_ENGINE}: drafts", "their weights are in the checkpoint, and the engine has other layers than it"
+        )
+    _sample(context, recipe, config, math.gcd(recipe.rollout.data_parallel, devices // parallel))
+
+
+def _sample(context: StageContext, recipe: Recipe, config: dict[str, Any], size: int) -> None:
+    """Start `size` of the recipe's engines in a group, and sample with them. `config`: the model's config.json."""
     context.doing(f"starting {size} of the recipe's engines with dummy weights and {LAYERS} layers")
-    overrides = few_layers(recipe.rollout, read_hf_config(recipe.model.path), size)
     group: list[LocalService] = []
     try:
         for number in range(size):
-            group.append(_recipes_engine(context, recipe, overrides, number, size))
+            group.append(_recipe_engine(context, recipe, config, number, size))
         _, seconds = start_all(group)
         context.figure(
-            f"{name}: layout", f"{size} x TP{parallel}; the recipe: {recipe.rollout.data_parallel} in a group"
+            f"{RECIPE_ENGINE}: layout",
+            f"{size} x TP{recipe.rollout.tensor_parallel}; the recipe: {recipe.rollout.data_parallel} in a group",
         )
-        context.figure(f"{name}: start", seconds, unit="s")
+        context.figure(f"{RECIPE_ENGINE}: start", seconds, unit="s")
+        for engine in group:
+            timed(engine.call("sample_dummy_weights"))
         sampled = _together(group, "generate", [requests("dense", 32, 16)] * size)
-        context.equal(f"{name}: samples", sum(map(len, sampled)), 32 * size)
+        context.equal(f"{RECIPE_ENGINE}: samples", sum(map(len, sampled)), 32 * size)
     finally:
         stop_all(group)
 
 
 def few_layers(rollout: RolloutConfig, config: dict[str, Any], size: int) -> dict[str, Any]:
-    """Return the recipe's `hf_overrides` with few layers, and with the recipe's experts per rank in a group of `size`."""
-    overrides = dict(rollout.engine_args.get("hf_overrides") or {})
+    """Return the recipe's overrides of config.json with few layers, and with its experts per rank in a group of `size`."""
+    value = rollout.engine_args.get(OVERRIDES[rollout.engine]) or {}
+    overrides: dict[str, Any] = json.loads(value) if isinstance(value, str) else dict(value)
     text = overrides.get("text_config") or {} if "text_config" in config else overrides
     fields = text_fields(config)
     small = {
@@ -328,17 +351,30 @@ def few_layers(rollout: RolloutConfig, config: dict[str, Any], size: int) -> dic
     return {**overrides, "text_config": small} if "text_config" in config else small
 
 
-def _recipes_engine(
-    context: StageContext, recipe: Recipe, overrides: dict[str, Any], number: int, size: int
+def recipe_spec(context: StageContext, recipe: Recipe, config: dict[str, Any], number: int, size: int) -> EngineSpec:
+    """Return the spec of the recipe's engine `number` in a group of `size`, with few layers and dummy weights.
+
+    `config`: the model's config.json.
+    """
+    rollout = recipe.rollout
+    overrides = few_layers(rollout, config, size)
+    args = dict(rollout.engine_args)
+    if has_draft_weights(args):
+        del args["speculative_config"]
+    args[OVERRIDES[rollout.engine]] = json.dumps(overrides) if rollout.engine == "sglang" else overrides
+    return replace(
+        policy_spec(recipe, f"recipe{number}", updated=False),
+        engine_args=args, load_weights=False, data_parallel=size, device=context.device,
+        expert_parallel=size > 1 or bool(rollout.expert_parallel),
+    )  # fmt: skip
+
+
+def _recipe_engine(
+    context: StageContext, recipe: Recipe, config: dict[str, Any], number: int, size: int
 ) -> LocalService:
     """Start the recipe's engine `number` in a group of `size` like `start_engines`, except for layers and weights."""
     platform, rollout = platforms.select(context.device), recipe.rollout
-    args = {**rollout.engine_args, "hf_overrides": overrides, "load_format": "dummy"}
-    spec = replace(
-        policy_spec(recipe, f"recipe{number}", updated=False),
-        engine_args=args, data_parallel=size, device=context.device,
-        expert_parallel=size > 1 or bool(rollout.expert_parallel),
-    )  # fmt: skip
+    spec = recipe_spec(context, recipe, config, number, size)
     defaults = platform.engines_env(recipe.train.deterministic)
     settings = engines.engine_settings(
         rollout.engine, spec, defaults, platform.name, variables(recipe.cluster.environment, "engines")

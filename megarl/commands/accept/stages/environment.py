@@ -66,12 +66,11 @@ def run(context: StageContext) -> None:
 
 
 def on_these_devices(context: StageContext, needs: Needs) -> Needs:
-    """Scale the number of weight-sync buckets to these nodes, for a recipe that needs more devices."""
+    """Reduce the ranks with weight-sync buckets to those on these nodes, for a recipe that needs more devices."""
     if context.recipe is None:
         return needs
     share = min(1.0, context.devices / max(demand_of(context.recipe).devices, 1))
-    buckets = math.ceil(needs.buckets * needs.nodes * share / context.settings.nodes)
-    return dataclasses.replace(needs, buckets=buckets)
+    return dataclasses.replace(needs, sync_ranks=math.ceil(needs.sync_ranks * share), nodes=context.settings.nodes)
 
 
 def _doctor(context: StageContext, machine: Machine, needs: Needs) -> list[tuple[str, int]]:

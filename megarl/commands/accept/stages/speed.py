@@ -67,7 +67,8 @@ def _rates(context: StageContext, ranks: LocalRanks, rates: dict[str, Calibratio
 
     def measure(rate: str, work: float, method: str, *arguments: Any, how: str) -> None:
         context.doing(f"timing {rate}")
-        reached = [work / statistics.median(seconds) for seconds in ranks.call(method, *arguments)]
+        answers = [seconds for seconds in ranks.call(method, *arguments) if seconds is not None]
+        reached = [work / statistics.median(seconds) for seconds in answers]
         slowest = f"the slowest of {len(reached)} devices; the fastest: {max(reached):.4g}"
         rates[rate] = CalibrationEntry(min(reached), "measured", f"{how}, median of {REPEATS}, {slowest}")
         context.figure(f"{rate}: reached", min(reached) / 1e9, unit="G/s")
@@ -79,7 +80,7 @@ def _rates(context: StageContext, ranks: LocalRanks, rates: dict[str, Calibratio
     measure("adam_bandwidth", 28.0 * elements, "adam", elements, how=f"Adam on {elements >> 20} Mi float32 weights")
     if not tiny:
         measure("host_link", 4.0 * elements, "to_device", elements, how="page-locked copy to all devices at once")
-    if ranks.size == 2:
+    if ranks.size >= 2:
         measure("link", 4.0 * elements, "send", elements, how="rank 0 to rank 1")
 
 
