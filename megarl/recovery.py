@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -43,10 +43,16 @@ def take_batch(run: Run, step: int) -> Batch:
     return batch
 
 
-def traced_once(run: Run, step: int, train: Callable[[], None]) -> None:
-    """Call `train`, the first training of `step`, traced if the recipe wants a trace of the step."""
+def traced_once(run: Run, batch: Batch, step: int, train: Callable[[Run, Batch, int], None]) -> None:
+    """Call `train`, the first training of `step`, traced if the recipe wants a trace of the step.
+
+    After a failure of the trainers it has the kept batch: the failure may be that the machine with samples is lost.
+    """
+    kept = run.repeatable.batches if run.repeatable is not None else None
+    if kept is not None and step in kept:
+        batch = replace(batch, groups=kept.read(step))
     with run.profiling.training(step):
-        train()
+        train(run, batch, step)
     if run.repeatable is not None:
         run.repeatable.record(step, run.log.pending())
 

@@ -86,7 +86,7 @@ def train_on_next_batch(run: Run, step: int) -> None:
     """Take a batch and train on it. The batch is freed on return, before the next one is sampled."""
     batch = recovery.take_batch(run, step)
     if batch.groups:
-        with_trainers(run, step - 1, lambda: recovery.traced_once(run, step, lambda: training_step(run, batch, step)))
+        with_trainers(run, step - 1, lambda: recovery.traced_once(run, batch, step, training_step))
     else:
         recovery.skip_step(run, step)
 

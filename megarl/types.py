@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -220,6 +220,10 @@ class DataRef(Protocol):
     Under Ray it is an object reference; `InlineData` holds the list.
     """
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the controller knows that the machine which stored the list is lost, so that `get` fails."""
+
     def get(self) -> list[Any]: ...
 
 
@@ -228,6 +232,7 @@ class InlineData:
     """A DataRef to data in this process."""
 
     samples: list[Any]
+    is_lost: ClassVar[bool] = False
 
     def get(self) -> list[Any]:
         return self.samples

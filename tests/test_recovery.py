@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +20,7 @@ from megarl.checkpoint.kept_batches import KeptBatches
 from megarl.checkpoint.next_commands import Repetition
 from megarl.checkpoint.run_checkpoints import Checkpoints
 from megarl.checkpoint.skipped_steps import SkippedSteps
-from megarl.cluster.failures import Failure, ProcessInfo, WorkerFailed
+from megarl.cluster.failures import Failure, ProcessInfo, Raised, SamplesLost, WorkerFailed
 from megarl.errors import ProcessFailure
 from megarl.observe.log import RunLog
 from megarl.observe.profiling import Profiling
@@ -239,6 +239,59 @@ def test_a_failure_at_any_call_changes_no_number(
     assert summary["ettr"]["recovery"] > 0
     samples = [path.read_text() for path in sorted((tmp_path / "samples").iterdir())]
     assert len(samples) == STEPS - 2 and all(text.count("answer") == 2 for text in samples), "written once"
+
+
+class OnceReadable:
+    """Vectors that are lost with their machine after they were read once: for the kept batch, or by the trainers."""
+
+    is_lost = False
+
+    def __init__(self, vectors: list[SampleTokens]) -> None:
+        self.vectors: list[SampleTokens] | None = vectors
+
+    def get(self) -> list[SampleTokens]:
+        vectors, self.vectors = self.vectors, None
+        if vectors is None:
+            raise SamplesLost("samples of service engine0 on node7 are lost")
+        return vectors
+
+
+class LostBatches(Batches):
+    """The samples of the second batch are lost before the trainers fetch them."""
+
+    def take(self, count: int) -> Batch:
+        batch = super().take(count)
+        if self.taken == 2:
+            data = OnceReadable(batch.groups[0].samples[0].data.get())
+            for sample in batch.groups[0].samples:
+                sample.data = data
+        return batch
+
+
+class FetchingWorkers(LearningWorkers):
+    """Trainers fetch samples in their processes."""
+
+    def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
+        try:
+            return super().scatter(method, per_rank)
+        except SamplesLost as error:
+            raise WorkerFailed(Failure.raised(ProcessInfo("trainer rank 0"), Raised.of(error))) from error
+
+
+def test_a_step_whose_samples_are_lost_is_repeated_with_the_kept_batch(
+    undisturbed: tuple[Run, list[Metrics], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = KeptBatches.keep
+
+    def keep_first(batches: KeptBatches, step: int, groups: Sequence[Group]) -> None:
+        keep(batches, step, groups)
+        batches.wait()
+
+    monkeypatch.setattr(KeptBatches, "keep", keep_first)
+    failing = Failing(set(), after=False)
+    run, metrics = fit(tmp_path, 1, failing, batches=LostBatches(), workers=FetchingWorkers)
+    assert metrics == undisturbed[1] and run.trainer_restarts is not None and run.trainer_restarts.restarts == 1
+    assert "SamplesLost: samples of service engine0" in (tmp_path / "notices.jsonl").read_text()
 
 
 def test_failures_while_trainers_recover(undisturbed: tuple[Run, list[Metrics], int], tmp_path: Path) -> None:

@@ -209,7 +209,8 @@ class Cluster(Protocol):
         """Start no further process on the machine with this node rank of launch/multinode.sh, which leaves the cluster.
 
         Returns the services there, none if the machine has left, and why the machine cannot leave while the run goes on, if it
-        cannot. agree: the last check. Callable from any thread, and again.
+        cannot. When it has no service left, the data that its services have returned are stored on this machine. agree: the last check.
+        Callable from any thread, and again.
         """
         return [], "the processes of this run are on one machine"
 

@@ -139,6 +139,10 @@ class MachineLost(ProcessFailure):
     """The machine of a process has left the cluster, and no other one has enough free devices for a new process."""
 
 
+class SamplesLost(ProcessFailure):
+    """The machine that stored token vectors has left the cluster before they were read."""
+
+
 class CallFailed(ClusterError):
     """One call to a service raised; the service is still running."""
 

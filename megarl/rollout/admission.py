@@ -23,8 +23,10 @@ largest lag, or after the last batch.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from megarl.recipe.derived.at_update import whole_number
@@ -189,6 +191,27 @@ class Admission:
         """Record a finished group, release the finished groups that may be released, and close complete or exhausted batches."""
         self.running -= 1
         self._wait(TriedGroup(group, accepted))
+        self._release_finished()
+
+    def lost(self) -> list[int]:
+        """Return the numbers of finished groups whose vectors are lost, in order."""
+        finished = [item.group for batch in (*self.closed, self.tried, self._waiting.values()) for item in batch]
+        return sorted(group.number for group in finished if group.samples and group.samples[0].data.is_lost)
+
+    def reopen(self, lost: Collection[int]) -> None:
+        """Count finished groups as running again. The batches from the first that has one of them on are open again, and their other
+        groups wait."""
+        batches = [*self.closed, self.tried]
+        intact = list(itertools.takewhile(lambda batch: not any(item.group.number in lost for item in batch), batches))
+        reopened = [item for batch in batches[len(intact) :] for item in batch]
+        state = AdmissionState(self.state.admitted, self.state.closed - max(0, len(self.closed) - len(intact)))
+        current = self.tried if len(intact) == len(batches) else []
+        waiting = [item for item in [*reopened, *self.waiting()] if item.group.number not in lost]
+        self.restore(state, [current, *intact[: len(self.closed)]], waiting, [*self.unfinished(), *lost])
+        self.restart(len(lost))
+        self._release_finished()
+
+    def _release_finished(self) -> None:
         while (number := self._next_release()) is not None:
             self._released_early.add(heapq.heappop(self._waiting_numbers))
             while self._unreleased and self._unreleased[0] in self._released_early:

@@ -108,6 +108,7 @@ def answer_requests(recipe: Recipe, cluster: Cluster, engines: Sequence[EngineHa
     cluster.requests |= {"engines": requests.answer_engines, "leave": requests.answer_leave}
     if fleet is not None:
         cluster.on_check(moves.release_engines)
+        cluster.on_check(moves.resample_lost)
 
 
 def start_fleet(

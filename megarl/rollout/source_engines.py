@@ -97,13 +97,9 @@ class EnginesSource:
         self._drained: dict[str, Any] | None = None  # with drain: the state before the groups of the next batch started
         self._cannot_continue = cannot_continue_groups(recipe)
         self._begun = BegunGroups(self._cannot_continue)
+        parts = engines, fleet, self.admission, self._dispatch, self._begun, self.requests, self._change
         self.moves = GroupMoves(
-            engines,
-            fleet,
-            self._dispatch,
-            self._begun,
-            self.requests,
-            self._change,
+            *parts,
             self._start_again,
             self._fail,
             cannot_continue=self._cannot_continue,
@@ -281,6 +277,7 @@ class EnginesSource:
 
     def _start_again(self) -> None:
         """Start groups that their engines have lost. Call with the lock."""
+        self._stall_timer.reset()
         self._start_groups()
         self._observe()
 

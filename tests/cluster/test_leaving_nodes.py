@@ -14,6 +14,7 @@ ray_env.prepare(private=True)
 
 from megarl.cluster.ray import cluster as ray_cluster  # noqa: E402 -- after the variables that Ray reads at import
 from megarl.cluster.ray.devices import RayDevices, ReservedDevice  # noqa: E402
+from megarl.cluster.ray.stored_data import StoredData  # noqa: E402
 
 
 def agree(services: list[Any]) -> None:
@@ -31,6 +32,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
     devices.trainers, devices._critics = [ReservedDevice("node0", "10.0.0.1")], [ReservedDevice("node1", "10.0.0.2")]
     result = ray_cluster.RayCluster.__new__(ray_cluster.RayCluster)
     result._devices, result._groups = devices, []  # its trainers restart now
+    result._stored = StoredData()
     result._services = [service("engine0", "node2"), service("engine1", "node2", alive=False)]
     result._services += [service("teacher0", "node3", essential=True), service("engine2", "node3")]
     nodes = {ray_cluster.node_resource(rank): f"node{rank}" for rank in range(4)}

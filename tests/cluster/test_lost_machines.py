@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.failures import MachineLost
+from megarl.cluster.failures import MachineLost, SamplesLost, WorkerFailed
 from tests.support.cluster_workers import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 agree: Any = lambda services: None  # noqa: E731
 THREADS = {"OMP_NUM_THREADS": "1"}
+TOKENS = 100_000  # of a sample: its vectors lie in the object store of its machine, above Ray's limit of 100 KB
 
 
 @pytest.fixture
@@ -95,3 +96,45 @@ def test_additional_engines_take_free_devices_and_give_them_back(machines: Any, 
         again = cluster.start_service("tests.support.cluster_workers:Engine", (5,), name="engine1", **start)
         assert again.call("scaled", 5).result(60) == 25 and again.node == engine.node
         cluster.check()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "is lost"])
+def test_samples_of_a_machine_that_ends(machines: Any, tmp_path: Path, leaves: bool) -> None:
+    """They are copied before a machine leaves. They are found to be lost if it ends without notice."""
+    from megarl.cluster.device_map import Demand
+    from megarl.cluster.ray.cluster import RayCluster
+    from megarl.cluster.ray.devices import RayDevices
+
+    devices = RayDevices("NPU", "ASCEND_RT_VISIBLE_DEVICES", Demand(1, 1, engines_leave=True))
+    with RayCluster(None, devices, tmp_path, trainer_env=THREADS, stall=0.0) as cluster:
+        trainers = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), essential=False)
+        start: Any = {"devices": 1, "env": THREADS, "essential": False}
+        cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", **start)
+        node = machines.add_node(num_cpus=8, object_store_memory=128 << 20, resources={"NPU": 1, "megarl_node_3": 1})
+        assert wait_until(lambda: cluster.free_services(1) == 1, 30)
+        engine = cluster.start_service(
+            "tests.support.cluster_workers:Engine", (4,), name="engine1", additional=True, **start
+        )
+        assert engine.node == node.node_id
+        _, data = engine.call_with_data("generate", TOKENS).result(60)
+        _, (small, *_) = engine.call_with_parts("several", 3).result(60)
+        sent = data.ref
+        if leaves:
+            assert cluster.leave_machine(3, agree) == ([engine], None) and data.ref == sent, "it may still be used"
+            cluster.release_service(engine)
+            assert cluster.leave_machine(3, agree) == ([], None) and data.ref != sent
+        machines.remove_node(node, allow_graceful=leaves)
+        if leaves:
+            assert trainers.call("last_token", data, 1) == [TOKENS] and data.get()[1].tokens[-1] == TOKENS
+            assert small.get()[1].tokens.tolist() == [1] and not data.is_lost
+            return
+        text = (
+            "samples of service engine1 on .* are lost: they were stored on its machine, which has left the Ray cluster"
+        )
+        with pytest.raises(WorkerFailed, match=f"trainer rank 0 on .* failed: SamplesLost: {text}"):
+            trainers.call("last_token", data, 1)
+        with pytest.raises(SamplesLost, match=text):
+            data.get()
+        assert wait_until(lambda: cluster.check() or data.is_lost, 120)
+        assert not small.is_lost and small.get()[1].tokens.tolist() == [1], "Ray sent it to this process"

@@ -18,6 +18,7 @@ ray_env.prepare(private=True)
 
 from megarl.cluster.ray import service as ray_service  # noqa: E402 -- after the variables that Ray reads at import
 from megarl.cluster.ray.failures import death_cause, located, not_started  # noqa: E402
+from megarl.cluster.ray.stored_data import StoredData  # noqa: E402
 
 
 class Actor:
@@ -40,7 +41,9 @@ def test_stop_waits_for_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch) 
     process = subprocess.Popen(["sleep", "100"])
     threading.Timer(0.3, lambda: (process.kill(), process.wait())).start()
     device: Any = SimpleNamespace(node_ip="127.0.0.1", node_id="node")
-    service = ray_service.RayService(Actor(), ProcessInfo("engine0", pid=process.pid), "engine0", [device], "a:B", ())
+    service = ray_service.RayService(
+        Actor(), ProcessInfo("engine0", pid=process.pid), "engine0", [device], "a:B", (), StoredData()
+    )
     service.stop()
     assert not Path(f"/proc/{process.pid}").exists(), "Ray reports the end of a process before the system does"
     assert calls == [("stop", ray_service.STOP_SECONDS), "kill", ("lifetime", ray_service.KILL_SECONDS)]
@@ -54,7 +57,9 @@ def test_a_call_fails_if_ray_itself_fails(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(ray_service, "ray_wait", broken)
     device: Any = SimpleNamespace(node_ip="127.0.0.1", node_id="node")
-    service = ray_service.RayService(Actor(), ProcessInfo("engine0", pid=1), "engine0", [device], "a:B", ())
+    service = ray_service.RayService(
+        Actor(), ProcessInfo("engine0", pid=1), "engine0", [device], "a:B", (), StoredData()
+    )
     done: Future[Any] = Future()
     result = service._chain(SimpleNamespace(future=lambda: done), lambda value: value)
     done.set_exception(ray_service.RayActorError())

@@ -1,5 +1,5 @@
-"""Every order of events of small runs: groups finish in any order, some are filtered, and the run is killed once at any moment
-and resumed."""
+"""Every order of events of small runs: groups finish in any order, some are filtered, the samples of some are lost, and the run is
+killed once at any moment and resumed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.types import Group
 class SmallRun:
     """A run of `batches` steps around an admission. It saves after each step, as with `train.save_every: 1`.
 
-    rejections: groups that may still be filtered.
+    rejections: groups that may still be filtered. losses: times that the samples of finished groups may still be lost.
     """
 
     batches: int
@@ -28,6 +28,7 @@ class SmallRun:
     window: int
     rejections: int = 0
     max_attempts: int | None = None
+    losses: int = 0
     admission: Admission = field(init=False)
     started: dict[int, int] = field(default_factory=dict)  # group -> version of its start
     running: frozenset[int] = frozenset()
@@ -56,6 +57,20 @@ class SmallRun:
             self.rejections -= 1
             self.filtered |= {number}
         self.admission.finish(Group(number, "", "", []), accepted)
+        self.start_groups()
+
+    def finished(self) -> list[int]:
+        """Accepted groups that are not trained on yet."""
+        admission = self.admission
+        items = [item for part in (*admission.closed, admission.tried, admission.waiting()) for item in part]
+        return [item.group.number for item in items if item.accepted]
+
+    def lose(self, *numbers: int) -> None:
+        """Lose the samples of finished groups, which are sampled again at once."""
+        self.losses -= 1
+        self.admission.reopen(numbers)
+        self.running |= {*numbers}
+        self.started |= dict.fromkeys(numbers, self.version)
         self.start_groups()
 
     def train(self) -> None:
@@ -99,7 +114,8 @@ class SmallRun:
             tuple(tuple(item.group.number for item in batch) for batch in admission.closed),
         )
         saved = None if self.saved is None or self.killed else self.saved.key()
-        return self.released, self.filtered, self.rejections, self.running, gathered, ages, self.killed, saved
+        left = self.rejections, self.losses
+        return self.released, self.filtered, left, self.running, gathered, ages, self.killed, saved
 
 
 def check(run: SmallRun) -> None:
@@ -133,6 +149,18 @@ def test_every_order_of_events_with_filtered_groups(
     explore(SmallRun(batches, prompts, staleness, window, rejections, max_attempts))
 
 
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize(("prompts", "batches", "rejections"), [(1, 3, 0), (2, 2, 0), (1, 2, 1)])
+def test_every_order_of_events_with_lost_samples(
+    prompts: int, batches: int, rejections: int, staleness: int, window: int
+) -> None:
+    """One group is lost, or all that have finished."""
+    first = SmallRun(batches, prompts, staleness, window, rejections, losses=1)
+    first.killed = True
+    explore(first)
+
+
 def explore(first: SmallRun) -> None:
     batches, prompts = first.batches, first.prompts
     first.start_groups()
@@ -156,6 +184,10 @@ def explore(first: SmallRun) -> None:
         if run.admission.closed:
             following.append(copy.deepcopy(run))
             following[-1].train()
+        if run.losses and (finished := run.finished()):
+            for lost in {*((number,) for number in finished), tuple(finished)}:
+                following.append(copy.deepcopy(run))
+                following[-1].lose(*lost)
         assert following, "nothing can happen any more"
         if not run.killed:
             following.append(run.kill_and_resume())

@@ -19,7 +19,7 @@ from tests.support.elastic_engines import ElasticEngines
 
 SOURCE_EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["finish", "finish", "finish", "step", "want", "machine", "die", "check", "load"]),
+        st.sampled_from(["finish", "finish", "finish", "step", "want", "machine", "die", "check", "load", "lose"]),
         st.integers(0, 60),
     ),
     max_size=70,
@@ -59,6 +59,9 @@ def test_each_admitted_group_is_trained_once(events: list[tuple[str, int]], rule
             engines.check()
         elif event == "load":
             engines.load_all()
+        elif event == "lose":
+            engines.lose(*engines.finished()[number % 5 :])
+            engines.check()
         assert source._error is None
         owners, admission = source.moves.owners, source.admission
         waiting = [item.group.number for item in [*admission.tried, *admission.waiting()]]

@@ -93,13 +93,13 @@ def test_an_engine_joins_and_leaves(started: Callable[..., Run], settings: list[
 @pytest.mark.timeout(1800)
 def test_a_node_with_an_engine_leaves(quickstart_data: Path, tmp_path: Path) -> None:
     """SIGTERM to its launcher, as before a preemption: its engine starts again on another node. The first node has the trainer, each
-    of the others an engine."""
+    of the others an engine. Ray stores all samples on the machine of their engine, as it does above 100 KB by default."""
     more = [*SMALL, *ELASTIC, "rollout.max_staleness=2", "rollout.at_update=refresh", "observe.console=plain"]
     arguments = settings(quickstart_data, tmp_path, "preempted", "train.steps=500", *more)
     nodes = Nodes(3, ["recipes/quickstart.yaml", *arguments])
     try:
         for rank in range(3):
-            nodes.start(rank)
+            nodes.start(rank, RAY_max_direct_call_object_size="1")
         directory, alive = tmp_path / "preempted", lambda: nodes.processes[0].poll() is None
         deadline = time.monotonic() + SECONDS
         while not (directory / "metrics.jsonl").exists() or len(metrics(directory)) < 2:

@@ -37,6 +37,9 @@ class Echo:
     def fetch(self, ref, index):
         return ref.get()[index].tokens.tolist()
 
+    def last_token(self, ref, index):
+        return int(ref.get()[index].tokens[-1])
+
     def give(self, *lists):
         """Return a text and each list as vectors, for `scatter_with_data`."""
         return f"from {self.rank}", [[np.array(numbers) for numbers in vectors] for vectors in lists]

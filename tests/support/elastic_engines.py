@@ -5,11 +5,11 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
-from megarl.cluster.failures import CallFailed, Failure, ProcessInfo, Raised
+from megarl.cluster.failures import CallFailed, Failure, ProcessInfo, Raised, SamplesLost
 from megarl.rollout.engine_handle import EngineHandle, SamplingEngine
 from megarl.rollout.fleet.fleet import Fleet
 from megarl.rollout.source_engines import EnginesSource
-from megarl.types import Prompt
+from megarl.types import Group, Prompt
 from tests.rollout.test_source import ManualService, Prompts, refreshing
 from tests.support.dying_engines import Engines, Service
 
@@ -53,6 +53,15 @@ class LeavingService(Service):
         super().fail_calls(error)
 
 
+class LostData:
+    """Vectors whose machine is lost."""
+
+    is_lost = True
+
+    def get(self) -> list[Any]:
+        raise SamplesLost("they were stored on a machine that is lost")
+
+
 class ElasticEngines(Engines):
     """A fleet that gains and loses engines, and a source that samples with it."""
 
@@ -86,7 +95,23 @@ class ElasticEngines(Engines):
         """Poll the fleet, as a check of the processes does about every second."""
         self.fleet.poll()
         self.source.moves.release_engines()
+        self.source.moves.resample_lost()
         self.fleet.poll()
+
+    def finished(self) -> list[int]:
+        """Groups with samples that wait for training, in order."""
+        return sorted(group.number for group in self._finished())
+
+    def lose(self, *numbers: int) -> None:
+        """Lose the samples of finished groups."""
+        for group in self._finished():
+            for sample in group.samples if group.number in numbers else ():
+                sample.data = LostData()
+
+    def _finished(self) -> list[Group]:
+        admission = self.source.admission
+        items = [item for part in (*admission.closed, admission.tried, admission.waiting()) for item in part]
+        return [item.group for item in items if item.accepted]
 
     def load_all(self) -> None:
         """Let all new processes finish their start."""

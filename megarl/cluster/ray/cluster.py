@@ -17,6 +17,7 @@ from megarl.cluster.ray.ownership import END_SECONDS, owner_of
 from megarl.cluster.ray.service import KILL_SECONDS, START_SECONDS, RayService, wait_for_end
 from megarl.cluster.ray.signals import ray_wait
 from megarl.cluster.ray.start_watch import StartWatch
+from megarl.cluster.ray.stored_data import StoredData
 from megarl.cluster.ray.watch import RayWatch, read_stacks_on_nodes
 from megarl.cluster.sigstop_watch import LocalWatch
 from megarl.cluster.stacks.report import GroupStacks
@@ -56,6 +57,7 @@ class RayCluster(Cluster):
         self._trainer_env = trainer_env | self.process_env
         self._groups: list[RayGroup] = []
         self._services: list[RayService] = []
+        self._stored = StoredData()
         self._service_watch: tuple[list[RayService], RayWatch | LocalWatch] | None = None
         self._start_watch = StartWatch(private=self._owner.private, limit=START_SECONDS)
         self._on_check: list[Callable[[], None]] = []
@@ -153,6 +155,7 @@ class RayCluster(Cluster):
             claimed,
             class_path,
             args,
+            self._stored,
             mark=mark,
             settings=settings,
             kept=kept is not None,
@@ -182,6 +185,8 @@ class RayCluster(Cluster):
         problem = f"{fixed[0]} is on it, which the run needs" if fixed else agree(living)
         if problem is None:
             self._devices.leave(node)
+            if not living:  # its launcher ends the machine at this answer
+                self._stored.copy_from(node)
         return living, problem
 
     def on_check(self, callback: Callable[[], None]) -> None:
@@ -214,6 +219,8 @@ class RayCluster(Cluster):
             living += [service] if failure is None else []
         self._check_starting([service for service in living if not (service.is_located() or service.was_killed)])
         self._check_stopped([service for service in living if service.is_located() and self._has_place(service)])
+        if not self._owner.private and not all(service.essential for service in self._services):
+            self._stored.look()
         for callback in self._on_check:
             callback()
 

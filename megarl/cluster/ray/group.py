@@ -22,9 +22,10 @@ from megarl.cluster.ray import relay
 from megarl.cluster.ray.devices import is_alive
 from megarl.cluster.ray.failures import LEFT_BEFORE_START, not_started
 from megarl.cluster.ray.relay import Calls, DirectCalls, Relays
-from megarl.cluster.ray.service import START_SECONDS, RayData
+from megarl.cluster.ray.service import START_SECONDS
 from megarl.cluster.ray.signals import ray_wait
 from megarl.cluster.ray.start_watch import StartWatch
+from megarl.cluster.ray.stored_data import RayData
 from megarl.cluster.ray.watch import RayWatch, read_stacks_on_nodes
 from megarl.cluster.stacks.report import GroupStacks
 from megarl.cluster.stacks.stall import StallWatch

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +25,11 @@ from megarl.cluster.ray.actors import ConstructorFailed
 from megarl.cluster.ray.devices import ReservedDevice, is_alive
 from megarl.cluster.ray.failures import LEFT_BEFORE_START, death_cause, located, not_started
 from megarl.cluster.ray.signals import ray_get, ray_wait
+from megarl.cluster.ray.stored_data import RayData, StoredData
 
 START_SECONDS = 300.0  # time for Ray to start a process on its reserved device
 STOP_SECONDS = 5.0  # time for an object's shutdown() before its process is killed
 KILL_SECONDS = 10.0  # time for a killed process to end
-
-
-@dataclass(frozen=True)
-class RayData:
-    """A DataRef into Ray's object store."""
-
-    ref: Any  # ray.ObjectRef, owned by the controller
-
-    def get(self) -> Any:
-        """Fetch the samples' vectors from the object store."""
-        return ray_get(self.ref)
 
 
 def wait_for_end(pids: Sequence[int], seconds: float) -> list[int]:
@@ -63,18 +52,19 @@ class RayService:
         devices: list[ReservedDevice],
         class_path: str,
         args: tuple[Any, ...],
+        stored: StoredData,
         *,
         mark: str = "",
         settings: str = "",
         kept: bool = False,
         essential: bool = True,
     ) -> None:
-        """devices: of the process, all of one machine. mark: of its start (`megarl.cluster.starting`). settings, essential: see
+        """devices: of the process, all of one machine. stored: receives the data that its calls return. mark: of its start (`megarl.cluster.starting`). settings, essential: see
         `Cluster.start_service`. kept: the process serves another controller now, and its object is constructed."""
         self.name, self.address, self.node = name, devices[0].node_ip, devices[0].node_id
         self.devices, self.essential, self.kept = devices, essential, kept
         self.mark, self.seen_place = mark, place  # the place as far as it is known before the first reply
-        self._actor, self._place = actor, place
+        self._actor, self._place, self._stored = actor, place, stored
         self._killed_because: Failure | None = None
         self.stopping = False
         self._deadline = time.monotonic() + START_SECONDS
@@ -117,15 +107,18 @@ class RayService:
 
     def call_with_data(self, method: str, *args: Any) -> Future[Any]:
         control, data = self._actor.call_with_data.options(num_returns=2).remote(method, args)
-        return self._chain(control, lambda value: (value, RayData(data)))
+        return self._chain(control, lambda value: (value, self._data(data)))
 
     def call_with_parts(self, method: str, parts: int) -> Future[Any]:
         control, *data = self._actor.call_with_parts.options(num_returns=1 + parts).remote(method, parts)
 
         def located(value: tuple[Any, int]) -> tuple[Any, list[RayData]]:
-            return value[0], [RayData(ref) for ref in data[: value[1]]]
+            return value[0], [self._data(ref) for ref in data[: value[1]]]
 
         return self._chain(control, located)
+
+    def _data(self, ref: Any) -> RayData:
+        return self._stored.add(ref, self.node, f"{self.known_place.name} on {self.known_place.host}")
 
     def alive(self) -> bool:
         return self.failure() is None

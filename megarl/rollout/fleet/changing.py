@@ -153,6 +153,13 @@ class ChangingFleet:
         with self.lock:
             self._sampled_again += 1
 
+    def count_lost(self, groups: int) -> None:
+        """Count finished groups that are sampled again, since their vectors were lost with a machine."""
+        with self.lock:
+            self._sampled_again += groups
+            text = f"the samples of {pluralize(groups, 'finished group')} were lost with a machine: other engines resample them"
+            self._add_message(text, "warning")
+
     def take_restarted(self) -> list[int]:
         """Return the engines that have died, were ended, or were added since the last call."""
         with self.lock:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
+from megarl.rollout.admission import Admission
 from megarl.rollout.begun_groups import BegunGroups
 from megarl.rollout.dispatch import Dispatch
 from megarl.rollout.engine_handle import SamplingEngine
@@ -27,6 +28,7 @@ class GroupMoves:
         self,
         engines: Sequence[SamplingEngine],
         fleet: Fleet | None,
+        admission: Admission,
         dispatch: Dispatch,
         begun: BegunGroups,
         requests: Requests,
@@ -41,7 +43,7 @@ class GroupMoves:
         cannot_continue: why samples cannot be continued by another engine, if they cannot. finishes_first: they are not, even if they
         could, since their tokens would depend on the move (`rollout.at_update: drain`)."""
         self.owners = GroupOwners()
-        self._engines, self._fleet, self._dispatch = engines, fleet, dispatch
+        self._engines, self._fleet, self._admission, self._dispatch = engines, fleet, admission, dispatch
         self._begun, self._requests, self._change = begun, requests, change
         self._start_groups, self._fail = start_groups, fail
         self._cannot_continue, self._finishes_first = cannot_continue, finishes_first
@@ -101,6 +103,21 @@ class GroupMoves:
                 self._fleet.release(leaver)
             elif continues and not before_update and self._fleet.begin_handover(leaver):
                 self.move(leaver.engine)
+
+    def resample_lost(self) -> None:
+        """Let engines sample finished groups again that were lost with the machine of their engine. Called in the controller's
+        thread, about every second. The batch in training is not changed."""
+        if self._fleet is None or self._fleet.in_update:
+            return
+        with self._change:
+            if not (lost := self._admission.lost()):
+                return
+            self._admission.reopen(lost)
+            for group in lost:
+                self.owners.lose(group)
+            self._fleet.count_lost(len(lost))
+            self._start_groups()
+            self._change.notify_all()
 
     def move(self, engine: int) -> None:
         """Move the groups that an engine samples to the other engines, which continue them when its reply arrives, and start no

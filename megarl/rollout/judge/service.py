@@ -33,6 +33,10 @@ class JudgedData:
     vectors: DataRef
     verdicts: DataRef
 
+    @property
+    def is_lost(self) -> bool:
+        return self.vectors.is_lost or self.verdicts.is_lost
+
     def get(self) -> list[SampleTokens]:
         pairs = zip(self.vectors.get(), self.verdicts.get(), strict=True)
         return [
