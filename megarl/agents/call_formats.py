@@ -30,11 +30,12 @@ _HARMONY = re.compile(
 )  # a message of the assistant: header, content. The first header begins in the prompt
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FENCE = re.compile(r"\s*```(?:json)?\n?(.*?)\n?```\s*", re.DOTALL)
+_NOT_JSON = ("<function=", "<arg_key>")  # tags of Qwen3-Coder and GLM within <tool_call>: no reader
 
 
 def format_of(template: str) -> str | None:
     """Return the call format that a chat template shows its model, or None."""
-    if "<tool_call>" in template and "<function=" not in template:  # Qwen3-Coder writes XML between these tags
+    if "<tool_call>" in template and not any(tag in template for tag in _NOT_JSON):
         return HERMES
     if "<｜tool▁call▁begin｜>" in template:
         return DEEPSEEK
@@ -44,7 +45,7 @@ def format_of(template: str) -> str | None:
 def calls_in(text: str, format: str, head: str = "") -> list[ToolCall]:
     """Return the calls of one turn, in order. Text inside <think>, and in gpt-oss's channel of analysis, is ignored.
 
-    `text`: the turn with its special tokens. `head`: the end of the text before it, because templates of reasoning models
+    `text`: the turn with its special tokens. `head`: the chat template's text before it, because templates of reasoning models
     may open <think> there.
     """
     if format == GPT_OSS:

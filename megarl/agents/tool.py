@@ -285,7 +285,11 @@ def _schema_of(hint: Any, subject: str) -> dict[str, Any]:
         return {"type": _JSON_TYPES[hint]}
     if origin in (Union, types.UnionType) and len(arguments) == 2 and type(None) in arguments:
         (kind,) = [argument for argument in arguments if argument is not type(None)]
-        return _schema_of(kind, subject)
+        schema = _schema_of(kind, subject)
+        schema["type"] = [schema["type"], "null"]
+        if "enum" in schema:
+            schema["enum"].append(None)
+        return schema
     if origin is Literal and arguments and all(type(value) is type(arguments[0]) for value in arguments):
         return {**_schema_of(type(arguments[0]), subject), "enum": list(arguments)}
     if origin is list and arguments:

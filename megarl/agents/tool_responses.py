@@ -176,9 +176,13 @@ class AnswerTokens(_Messages):
     def _after_last_end(self, before: str) -> str:
         ids = self.tokenizer.encode(before)
         ends = [place for place, number in enumerate(ids) if number in self.tokenizer.end_ids]
-        if not ends:
-            raise ValueError(f"the chat template in {self.tokenizer.directory} closes a turn with no special token")
-        rest = self.tokenizer.decode(ids[ends[-1] + 1 :])
+        rest = self.tokenizer.decode(ids[ends[-1] + 1 :]) if ends else before
+        if not ends or rest.strip():
+            raise ValueError(
+                f"the chat template in {self.tokenizer.directory} closes a turn that calls a tool with no special token: {rest!r} comes "
+                "after the last one, and the policy would read it after each of its calls. Use a template that ends an assistant's "
+                "turn with a token at which engines stop (data.chat_template)"
+            )
         assert before.endswith(rest), (before, rest)
         return rest
 

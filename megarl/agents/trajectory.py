@@ -7,7 +7,7 @@ Sampled tokens are kept as they are. The chat template writes the tokens between
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -162,6 +162,7 @@ class AgentLoop:
         """`format`, `answers`: None without tools that the policy calls. `replies`: None without an interaction."""
         self.settings, self.format, self.tokenizer = settings, format, tokenizer
         self.answers, self.tools, self.replies = answers, tools, replies
+        self._marks = _message_marks(tokenizer)
 
     async def run(self, request: GenerationRequest, first: Awaitable[Completion], sample: SampleTurn) -> Trajectory:
         """Run a sample to its end, from its first turn `first` on; `sample` samples later turns (`sampling.n` is 1).
@@ -261,7 +262,7 @@ class AgentLoop:
         """Append the policy's turn, with its weight versions, and return its tool calls."""
         ids = completion.tokens.tolist()
         before = written.tokens[-1].tolist() if written.tokens else request.prompt.tokens
-        head = self.tokenizer.decode(before[-_HEAD:], special=True)
+        head = self._template_head(before[-_HEAD:])
         for span in completion.spans:
             if not written.spans or span.version != written.spans[-1].version:
                 written.spans.append(Span(written.length + span.start, span.version))
@@ -273,6 +274,11 @@ class AgentLoop:
         if completion.finish_reason != "stop" or self.format is None:  # truncated: a call may be incomplete
             return []
         return calls_in(self.tokenizer.decode(ids, special=True), self.format, head)
+
+    def _template_head(self, ids: Sequence[int]) -> str:
+        """Return the text after the last token that closes or heads a message: without the message, which may mention <think>."""
+        start = max((place + 1 for place, token in enumerate(ids) if token in self._marks), default=0)
+        return self.tokenizer.decode(ids[start:], special=True)
 
     def _limit(self, written: _Written, completion: Completion, calls: list[ToolCall], seconds_left: float) -> str:
         """Return the reason to end the sample here, or "" to continue."""
@@ -318,6 +324,13 @@ class AgentLoop:
             return [reply], []
         reply = replace(reply, text=await asyncio.to_thread(tokens.shown, reply.text))
         return [reply], await asyncio.to_thread(tokens.tokens, reply.text)
+
+
+def _message_marks(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that close or head a message in a chat template: special and added ones except <think> and </think>."""
+    ids, added = tokenizer.tokens(), tokenizer.added_tokens()
+    thoughts = {ids[token] for token in added if "think>" in token}
+    return (tokenizer.end_ids | {ids[token] for token in added}) - thoughts
 
 
 def _failure(error: ToolUnavailable, context: Context) -> SampleFailure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from megarl.data.placeholders import Pictures, Timestamps, expand_placeholders, 
 from megarl.data.rows import Row, messages_of, text_of
 from megarl.data.tokenizer import Tokenizer
 from megarl.data.videos import read_videos
+from megarl.errors import cut_end
 from megarl.hf import hub
 from megarl.recipe.schema import DataConfig
 from megarl.types import Prompt
@@ -81,15 +83,17 @@ class PromptDataset(RowDataset[Prompt]):
         needed: Sequence[str] = SCORED_BY_ROW,
         with_messages: bool = False,
         into_extra_info: Sequence[str] = (),
+        posted: bool = False,
     ) -> None:
         """`tools`: schemas that the chat template renders. `images`: reader of images and videos; None: rows must not have
         any. `sample`: rows to read of each file; None: all. `needed`: columns that scorers need, from
         `megarl.rewards.weighted.needed_columns`. `with_messages`: a scorer, an interaction or an agent loop reads the rows'
-        messages. `into_extra_info`: further columns, added to `extra_info` if a row has them."""
+        messages. `into_extra_info`: further columns, added to `extra_info` if a row has them. `posted`: a
+        service scores the rows and receives them as JSON."""
         self.layouts, self.optional = layout_of(needed)
         self.optional += (*into_extra_info, *((AGENT_NAME,) if tools else ()))
         self._into_extra_info = tuple(into_extra_info)
-        self._needed, self._with_messages = tuple(needed), with_messages
+        self._needed, self._with_messages, self._posted = tuple(needed), with_messages, posted
         self._tools = tuple(tools)
         self._reader = images
         self._pictures: dict[str, Pictures] = {}  # by `Row.where`, while rows are read
@@ -137,13 +141,18 @@ class PromptDataset(RowDataset[Prompt]):
         if not len(encoded.tokens):
             raise ValueError(f"{row.where}: the prompt is empty")
         messages, pictures = messages_of(row, "prompt"), self._pictures.get(row.where, Pictures())
+        truth = ground_truth_of(row, needed="reward_model" in self._needed)
+        extra_info = {**(row.get("extra_info", dict) or {}), **self._more(row)}
+        if self._posted:
+            _check_json(row, "reward_model.ground_truth", truth)
+            _check_json(row, "extra_info", extra_info)
         return Prompt(
             uid=uid,
             tokens=tuple(encoded.tokens.tolist()),
             text=encoded.text,
             data_source=row.need("data_source", str),
-            ground_truth=ground_truth_of(row, needed="reward_model" in self._needed),
-            extra_info={**(row.get("extra_info", dict) or {}), **self._more(row)},
+            ground_truth=truth,
+            extra_info=extra_info,
             question=text_of(messages),
             messages=tuple(messages) if self._with_messages else (),
             images=pictures.images,
@@ -161,6 +170,20 @@ def _check_agent(row: Row) -> None:
         raise ValueError(
             f"{row.where}: {AGENT_NAME} is {name!r}, with which verl passes no tools to the policy, and agent.tools is for every row: "
             f"write the rows with {TOOL_AGENT} to a separate file, or leave the column out"
+        )
+
+
+def _check_json(row: Row, place: str, value: Any) -> None:
+    """Raise ValueError for a value that JSON cannot represent."""
+    if isinstance(value, (dict, list, tuple)):
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_json(row, f"{place}.{name}", part)
+    elif not isinstance(value, (str, int, float, type(None))) or (
+        isinstance(value, float) and not math.isfinite(value)
+    ):
+        raise ValueError(
+            f"{row.where}: {place} is {cut_end(repr(value), 80)}, and the scorer remote posts rows as JSON, which cannot represent it: "
+            "write null for a missing number, and text for other values"
         )
 
 

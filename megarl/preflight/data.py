@@ -92,6 +92,7 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool, sample: i
     rows: dict[str, Any] = {"tools": tools, "images": reader, "sample": sample}
     rows["needed"] = needed_columns(recipe.reward.function, recipe.reward.functions)
     rows["with_messages"] = bool(recipe.reward.services or recipe.agent.interaction or recipe.agent.loop)
+    rows["posted"] = "remote" in recipe.reward.services
     rows["into_extra_info"] = (AGENT_NAME,) if recipe.agent.loop else ()
     if training:
         prepared.prompts = PromptDataset(training_sets(data), tokenizer, data, data.curriculum, **rows)

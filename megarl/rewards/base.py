@@ -33,7 +33,8 @@ class ScoreRequest:
     `extra_info` come from the row. `prompt_text` is the prompt as the model received it. `uid` names the row in
     errors. With tools, `response` joins the policy's turns in order, without the tools' answers; `turns` has all
     turns, the tools' included. `messages` are the row's, each with `role` and `content`; they are empty unless the
-    reward uses the scorer `remote` or `reward_model`.
+    reward uses the scorer `remote` or `reward_model`. `loop_fields` names the fields of `extra_info` that the user's agent
+    loop has set.
     """
 
     response: str
@@ -44,6 +45,7 @@ class ScoreRequest:
     uid: str = ""
     turns: tuple[Turn, ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
+    loop_fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -74,18 +74,18 @@ def _tokenizer(folder: str) -> Any:
 
 
 def _call(request: ScoreRequest) -> dict[str, Any]:
-    tools = [turn.reward for turn in request.turns if turn.role == "tool"]
     added = {
         "num_turns": _turns(request.turns),
         "rollout_reward_scores": {},
         "turn_scores": [turn.reward for turn in request.turns if turn.role == "user"],
-        "tool_rewards": tools,
+        "tool_rewards": [turn.reward for turn in request.turns if turn.role == "tool"],
     }
+    by_loop = {name: request.extra_info[name] for name in request.loop_fields}
     return {
         "data_source": request.data_source,
         "solution_str": request.response,
         "ground_truth": request.ground_truth,
-        "extra_info": {**request.extra_info, **added},
+        "extra_info": {**request.extra_info, **added, **by_loop},
     }
 
 

@@ -30,6 +30,7 @@ def score_request(prompt: Prompt, trajectory: Trajectory, with_tools: bool) -> S
         uid=prompt.uid,
         turns=trajectory.turns if with_tools else (),
         messages=prompt.messages,
+        loop_fields=tuple(trajectory.extra_info),
     )
 
 

@@ -286,6 +286,14 @@ def test_failures_cost_the_sample_and_name_the_loop(fails: str, kind: str, words
         assert "agent_loops.py, line " in done.failure.cause
 
 
+def test_nothing_is_sampled_beside_an_invalid_request() -> None:
+    """The sample starts again, with the same seeds: an answer to the valid one would be engine time without use."""
+    policy = Policy(["It is 4"])
+    done, _ = play("Broken", policy, prompt=replace(ROW, extra_info={"fails": "one of two"}), attempts=2)
+    assert done.failure is not None and "its request 2 has no tokens" in done.failure.cause
+    assert len(policy.requests) == 2  # the first of each attempt, before the two
+
+
 def test_the_time_of_all_steps_is_limited() -> None:
     done, _ = play("SecondLook", Policy(["It is 4", "Yes"]), max_tool_seconds=1.0)
     assert done.failure is not None and done.failure.kind == "timeout"

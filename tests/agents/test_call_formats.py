@@ -97,6 +97,7 @@ def test_deepseek_calls() -> None:
 def test_the_template_determines_the_call_format() -> None:
     assert format_of(QWEN3) == HERMES and format_of(DEEPSEEK_V3) == DEEPSEEK and format_of("{{ messages }}") is None
     assert format_of("<tool_call>\n<function=example>") is None  # Qwen3-Coder's is another one
+    assert format_of("<tool_call>{name}<arg_key>{key}</arg_key>...</tool_call>") is None  # GLM's too
 
 
 # ---- text between turns
@@ -145,6 +146,16 @@ def test_a_template_without_tools_is_refused() -> None:
         AnswerTokens(
             _with_template(tokenizer, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"), {}, 64
         )
+
+
+def test_a_template_without_an_end_token_after_the_call_is_refused() -> None:
+    """GLM's turns end where the next one begins: the text of the probe's call would come after each call of the policy."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+        "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match=r"no special token: 'assistant\\n<tool_call>tool</tool_call>' comes after"):
+        AnswerTokens(_with_template(qwen3(), template), {}, 64)
 
 
 def _with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:

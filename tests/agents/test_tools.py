@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -52,17 +52,31 @@ def test_a_schema_comes_from_the_signature_and_the_docstring() -> None:
 
 def test_annotations_become_json_schema_types() -> None:
     @tool
-    def many(a: list[int], b: dict[str, bool], c: str | None = None, d: list = [], e: dict = {}) -> str:  # noqa: B006
+    def many(
+        a: list[int],
+        b: dict[str, bool | None],
+        c: str | None = None,
+        d: list = [],  # noqa: B006
+        e: dict = {},  # noqa: B006
+        f: Literal["x"] | None = None,
+    ) -> str:
         """Takes much."""
         return ""
 
-    assert many.__megarl_tool__.parameters["properties"] == {
+    described = many.__megarl_tool__  # type: ignore[attr-defined]
+    assert described.parameters["properties"] == {
         "a": {"type": "array", "items": {"type": "integer"}},
-        "b": {"type": "object", "additionalProperties": {"type": "boolean"}},
-        "c": {"type": "string"},
+        "b": {"type": "object", "additionalProperties": {"type": ["boolean", "null"]}},
+        "c": {"type": ["string", "null"]},
         "d": {"type": "array", "default": []},
         "e": {"type": "object", "default": {}},
+        "f": {"type": ["string", "null"], "enum": ["x", None]},
     }
+    # Models write null for an optional argument: such a call reaches the tool.
+    box = Toolbox([described], {}, 1.0, 0)
+    call = ToolCall("many", {"a": [1], "b": {"x": None}, "c": None, "f": None})
+    assert box._problem_of(call) == ""
+    assert "None is not of type 'array'" in box._problem_of(ToolCall("many", {"a": None, "b": {}}))
 
 
 def _no_docstring(a: int) -> int:

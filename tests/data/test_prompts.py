@@ -6,7 +6,8 @@ import pytest
 
 from megarl.commands.data.tiny_tokenizer import make_tiny_tokenizer
 from megarl.data import PromptDataset, load_tokenizer
-from megarl.recipe.schema import DataConfig
+from megarl.preflight.data import read_data
+from megarl.recipe.schema import DataConfig, Recipe
 from megarl.rewards.weighted import needed_columns
 
 
@@ -19,10 +20,10 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def dataset(tokenizer, tmp_path):
-    def build(rows, with_messages=False, **settings):
+    def build(rows, with_messages=False, posted=False, **settings):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return PromptDataset([path], tokenizer, DataConfig(**settings), with_messages=with_messages)
+        return PromptDataset([path], tokenizer, DataConfig(**settings), with_messages=with_messages, posted=posted)
 
     return build
 
@@ -112,6 +113,34 @@ def test_a_filter_that_omits_all_prompts_is_an_error(dataset):
 def test_a_wrong_row_is_named(dataset, change, message):
     with pytest.raises(ValueError, match=message):
         dataset([row("2+2?"), row("2+2?") | change], chat_template=False)
+
+
+@pytest.mark.parametrize(
+    "change, field",
+    [
+        ({"extra_info": {"index": 1, "levels": [{"level": float("nan")}]}}, "extra_info.levels.0.level is nan"),
+        ({"extra_info": {"index": 1, "most": float("inf")}}, "extra_info.most is inf"),
+    ],
+)
+def test_a_row_that_cannot_be_posted_to_a_service_is_named(dataset, change, field):
+    """pandas writes NaN for a missing number, and the service would never score the row."""
+    rows = [row("2+2?", 0, extra_info={"level": 1, "names": [None, "x", True, 0.5]}), row("2+2?") | change]
+    with pytest.raises(ValueError, match=f"line 2: {field}, .* as JSON.*null"):
+        dataset(rows, posted=True)
+    assert len(dataset(rows)) == 2  # other scorers take it
+    assert len(dataset(rows[:1], posted=True)) == 1
+
+
+def test_rows_are_checked_for_the_service_that_scores_them(tokenizer, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row("2+2?", extra_info={"level": float("nan")})) + "\n")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    recipe = Recipe()
+    recipe.model.path, recipe.data.train_files = str(tmp_path), [str(tmp_path / "rows.jsonl")]
+    recipe.reward.function = "gsm8k"
+    assert read_data(recipe, tokenizer, training=True).prompts is not None
+    recipe.reward.function = "remote"
+    with pytest.raises(ValueError, match=r"extra_info\.level is nan"):
+        read_data(recipe, tokenizer, training=True)
 
 
 def test_a_run_needs_data_files(tokenizer):

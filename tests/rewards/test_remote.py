@@ -144,6 +144,7 @@ def test_the_request_has_all_fields_and_the_answer_becomes_a_score(
         "prompt_text": "2 + 2?",
         "uid": "row/7",
         "messages": [],
+        "loop_fields": [],
     }
     extra = {"counts": np.array([1, 2]), "share": np.float32(0.5)}
     assert score_of(service, ScoreRequest("\ud83d \x00", None, "mine", extra)) == Score(0.75)

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from megarl import load_recipe
+from megarl.agents.trajectory import Trajectory
 from megarl.errors import RecipeError
 from megarl.recipe.schema import RewardConfig
 from megarl.rewards import Score, ScoreRequest, ScorerSettings, find, score, score_awaited
 from megarl.rewards.scoring import Scoring
 from megarl.rewards.weighted import terms_of
-from megarl.types import Turn
+from megarl.rollout.assemble import score_request
+from megarl.types import Prompt, Turn
 
 REQUEST = ScoreRequest("so #### 4", "4", "openai/gsm8k", {"index": 3}, "2 + 2?", "openai/gsm8k/3")
 
@@ -106,6 +108,18 @@ def test_a_function_sees_verls_values(file):
     agent = ScoreRequest("x", "4", "s", turns=tuple(Turn(role, "", reward=0.5) for role in roles))
     with pytest.raises(ValueError, match=r"'num_turns', 6\).*'tool_rewards', \[0.5, 0.5, 0.5\]"):
         score(scorer(file, "seen"), agent)
+
+
+def test_a_function_sees_the_values_that_an_agent_loop_reports(file):
+    """They replace megarl's, which cannot know a loop's tools; a row's values of the same names do not."""
+    loop = {"num_turns": 6, "tool_rewards": [0.5]}
+    turns = (Turn("assistant", "a", 1),)
+    done = Trajectory(np.zeros(1), np.zeros(1), np.ones(1, bool), turns, (1,), "stop", extra_info=loop)
+    row = Prompt("row/1", (1,), "?", "s", extra_info={"index": 3, "num_turns": 9, "turn_scores": [9.0]})
+    request = score_request(row, done, with_tools=True)
+    assert request.extra_info == {"index": 3, "turn_scores": [9.0], **loop}
+    with pytest.raises(ValueError, match=r"'num_turns', 6\).*'tool_rewards', \[0.5\]\), \('turn_scores', \[\]\)"):
+        score(scorer(file, "seen"), request)
 
 
 @pytest.mark.parametrize(

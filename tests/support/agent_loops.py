@@ -87,6 +87,8 @@ class Broken:
             await sample.generate([])
         if kind == "foreign tokens":
             await sample.generate([10**6])
+        if kind == "one of two":
+            await asyncio.gather(sample.generate(sample.prompt), sample.generate([]))
         if kind == "no room":
             await sample.generate(sample.prompt, max_tokens=0)
         if kind == "top_p":

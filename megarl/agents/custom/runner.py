@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -78,7 +78,7 @@ class _Progress:
 
     records: list[EngineAnswer] = field(default_factory=list)
     seconds: float = 0.0
-    refused: str = ""  # "turns" or "length": the finish reason of a request that was not made
+    refused: Literal["", "turns", "length"] = ""  # the finish reason of a request that was not made
 
 
 class CustomLoop:
@@ -119,7 +119,14 @@ class CustomLoop:
                 answer = await self._step(seat, step, progress)
                 if isinstance(answer, Finished):
                     return await asyncio.to_thread(self._trajectory, request, answer, progress)
-                replies = await asyncio.gather(*(self._generate(request, each, progress, sample) for each in answer))
+                # Check all before one is sampled: an invalid one ends the attempt, and the others would go on in the engine.
+                checked = [(each, self._checked(request, each, progress)) for each in answer]
+                replies = await asyncio.gather(
+                    *(
+                        self._generate(each, engine_request, request, progress, sample)
+                        for each, engine_request in checked
+                    )
+                )
                 step = LoopRequest("continue", answers=dict(replies))
         finally:
             self.pool.end(seat)
@@ -139,31 +146,41 @@ class CustomLoop:
         answer: list[Wanted] | Finished = done.value
         return answer
 
-    async def _generate(
-        self, request: GenerationRequest, wanted: Wanted, progress: _Progress, sample: SampleTurn
-    ) -> tuple[int, Sampled]:
-        """Return the number of a request and the engine's answer, which is recorded. Raises ToolFault for an invalid request."""
+    def _checked(
+        self, request: GenerationRequest, wanted: Wanted, progress: _Progress
+    ) -> GenerationRequest | Literal["length", "turns"]:
+        """Return a loop's request for the engine, or the limit that prevents it. Raises ToolFault for an invalid request."""
         limit = self._room(request, wanted, progress)
         if wanted.number >= self.settings.max_turns or limit < 1:
             progress.refused = "length" if limit < 1 else "turns"
-            return wanted.number, Sampled((), (), progress.refused)  # type: ignore[arg-type]
+            return progress.refused
         for name, value in wanted.settings.items():
             if not _is_valid(name, value):
                 raise ToolFault(
                     f"its request {wanted.number} asks for {name}={value!r}, which the engine does not know"
                 )
         changes: dict[str, Any] = dict(wanted.settings)
-        sampling = replace(request.sampling, max_tokens=limit, **changes)
-        changed = {name: value for name, value in wanted.settings.items() if value != getattr(request.sampling, name)}
         prompt = request.prompt
-        answer = await sample(
-            replace(
-                request,
-                prompt=Prompt(prompt.uid, wanted.tokens, prompt.text, prompt.data_source),
-                sampling=sampling,
-                seed=turn_seed(request.seed, wanted.number),
-            )
+        return replace(
+            request,
+            prompt=Prompt(prompt.uid, wanted.tokens, prompt.text, prompt.data_source),
+            sampling=replace(request.sampling, max_tokens=limit, **changes),
+            seed=turn_seed(request.seed, wanted.number),
         )
+
+    async def _generate(
+        self,
+        wanted: Wanted,
+        checked: GenerationRequest | Literal["length", "turns"],
+        request: GenerationRequest,
+        progress: _Progress,
+        sample: SampleTurn,
+    ) -> tuple[int, Sampled]:
+        """Return the number of a request and the engine's answer, which is recorded. `checked`: from `_checked`."""
+        if not isinstance(checked, GenerationRequest):
+            return wanted.number, Sampled((), (), checked)
+        answer = await sample(checked)
+        changed = {name: value for name, value in wanted.settings.items() if value != getattr(request.sampling, name)}
         differs = ", ".join(f"{name} {value:g}" for name, value in changed.items())
         progress.records.append(EngineAnswer(np.array(wanted.tokens, np.int32), answer, differs))
         tokens, log_probs = tuple(answer.tokens.tolist()), tuple(answer.log_probs.tolist())
