@@ -191,6 +191,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     """Start every process of the run and connect the parts."""
     recipe, prepared, folder = setup.recipe, setup.prepared, setup.place.directory
     folder.write_hub_commits(setup.hub_commits)
+    setup.place.abandon_later_steps(log.notice)
     started = _start_processes(setup, cluster, log)
     engines, actor, critic = started.engines, started.learners.actor, started.learners.critic
     stop = GracefulStop.of(recipe.train)

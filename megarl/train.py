@@ -37,7 +37,7 @@ def train(recipe: Recipe) -> Path:
         recipe, place, directory = setup.recipe, setup.place, setup.place.directory
         log = RunLog(recipe, directory, place.first_step, recipe.train.steps, place.trained_steps, setup.provenance)
     with naming_checkpoint(recipe, directory), log:  # in this order: closing the log may fail on a full disk
-        for notice in [*setup.notices, *place.abandon_later_steps(), *environment_notices(recipe, setup.platform)]:
+        for notice in [*setup.notices, *environment_notices(recipe, setup.platform)]:
             log.notice(notice)
         for warning in place.warnings:
             log.warn(warning)

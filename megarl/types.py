@@ -222,7 +222,7 @@ class DataRef(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the controller knows that the machine which stored the list is lost, so that `get` fails."""
+        """True if the controller knows that the machine which stored the list is lost, so that `get` fails."""
 
     def get(self) -> list[Any]: ...
 

@@ -136,8 +136,7 @@ class Checkpoints:
             return
         try:
             self.saver.poll(wait=True)
-            newest = list_checkpoints(self.saver.folder)[-1:]
-            if newest and checkpoint_step(newest[0]) == step:
+            if self._is_saved(step):
                 self.log.notice(f"stopped by {cause} after step {step}, which is saved already")
             elif self.rolled_back_step == step:
                 self.log.notice(
@@ -177,14 +176,21 @@ class Checkpoints:
     def newest(self, before: int | None = None) -> tuple[int, Path | None]:
         """Return step and path of the newest checkpoint of this run, or step 0 and None: the starting model.
 
-        before: only checkpoints of earlier steps. Those of earlier sessions count if it is not after the step of the resume.
+        before: only checkpoints of earlier steps. Those of earlier sessions count if it is not after the step of the resume, and the
+        resume was from a checkpoint of this run.
         """
         first = self.resumed_step if before is None or before > self.resumed_step else 0
         saved = list_checkpoints(self.saver.folder)  # the start of a resume has set later ones aside
         saved = [path for path in saved if before is None or checkpoint_step(path) < before]
+        if not first and self.resumed is not None and self.resumed.parent.resolve() != self.saver.folder.resolve():
+            saved = []
         if saved and checkpoint_step(saved[-1]) > first:
             return checkpoint_step(saved[-1]), saved[-1]
         return (self.resumed_step, self.resumed) if first else (0, None)
+
+    def _is_saved(self, step: int) -> bool:
+        newest = list_checkpoints(self.saver.folder)[-1:]
+        return bool(newest) and checkpoint_step(newest[0]) == step
 
     def restore_trainers(self) -> int:
         """Load the newest checkpoint, if there is one, into the trainers. Returns its step; 0: new processes have the starting model.
@@ -275,7 +281,7 @@ class Checkpoints:
         prepare: set if the run ends now. Then do not wait for running groups, and call it before the weights are saved: it
         may end engines, and the state contains their samples.
         """
-        if self.newest()[0] == step:  # trainers failed after it was written; `restore_trainers` has committed it
+        if self._is_saved(step):  # trainers failed after it was written; `restore_trainers` has committed it
             return
         if prepare is None:
             with self.log.phase("drain"):

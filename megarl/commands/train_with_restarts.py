@@ -7,9 +7,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
 from megarl.checkpoint.journal import newest_step
@@ -81,6 +82,7 @@ def _train_to_the_end(
     def step_of_resume() -> int | None:
         return resumable_step(directory.checkpoints, journal)
 
+    earlier = saved_steps(directory.checkpoints, journal)
     failures = Failures(recipe.train.restarts, step_of_resume(), "step in the journal" if journal else "checkpoint")
     command = [*train, str(path), *(["--debug"] if debug else [])]
     resume, after = [*overrides], ""
@@ -99,19 +101,16 @@ def _train_to_the_end(
             return end.status if end.status > 0 else 1
         if end.report is None:  # the child could not print it
             _print(cause)
-        start = "without a checkpoint" if recipe.train.resume in ("never", "auto") else f"from {recipe.train.resume}"
-        place = start if step is None else f"from step {step}"
+        resume = resuming(overrides, recipe.train.resume, saved_steps(directory.checkpoints, journal) - earlier)
+        place = "without a checkpoint" if step is None else f"from step {step}"
+        if "train.resume=auto" not in resume:
+            place = f"from {recipe.train.resume}"
         wait = f" in {delay:.0f} s" if delay else ""
         count = f"failure {failures.in_a_row} of at most {failures.limit} without a new {failures.progress}"
         _print(f"the run is started again {place}{wait} ({count})")
         alerts.send("restart", cause, step or 0)
         time.sleep(delay)
-        resume, after = (
-            resuming(
-                overrides, recipe.train.resume, has_checkpoint=resumable_step(directory.checkpoints, None) is not None
-            ),
-            cause.splitlines()[0],
-        )
+        after = cause.splitlines()[0]
 
 
 @dataclass(frozen=True)
@@ -196,15 +195,32 @@ def _wait_for_processes(alive: Callable[[], Sequence[int]]) -> None:
         time.sleep(0.1)
 
 
-def resuming(overrides: Sequence[str], resume: str, *, has_checkpoint: bool) -> list[str]:
-    """Return the overrides of a restart. `resume`: `train.resume`; a path is kept until the run has written a checkpoint."""
-    if resume not in ("never", "auto") and not has_checkpoint:
+def resuming(overrides: Sequence[str], resume: str, new: Iterable[SavedStep]) -> list[str]:
+    """Return the overrides of a restart. `resume`: `train.resume`; a path is kept until the run has gone beyond this checkpoint.
+
+    new: the run's checkpoints, and states in its journal, that were not there when the command began.
+    """
+    if resume not in ("never", "auto") and all(saved.step <= checkpoint_step(Path(resume)) for saved in new):
         return [*overrides]
     return [*(each for each in overrides if not each.startswith("train.resume=")), "train.resume=auto"]
 
 
 def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+class SavedStep(NamedTuple):
+    """A checkpoint, or a state in the journal. written: in nanoseconds; a later one of the same step is another."""
+
+    path: Path
+    step: int
+    written: int
+
+
+def saved_steps(checkpoints: Path, journal: Path | None) -> set[SavedStep]:
+    """Return the run's checkpoints, and the states in its journal if it has one."""
+    paths = [*list_checkpoints(checkpoints), *(list_checkpoints(journal) if journal is not None else [])]
+    return {SavedStep(path, checkpoint_step(path), path.stat().st_mtime_ns) for path in paths}
 
 
 def resumable_step(checkpoints: Path, journal: Path | None) -> int | None:

@@ -140,9 +140,16 @@ def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
             raise ValueError(
                 f"{row.where}: a message in {column!r} is {cut_end(repr(message), 80)}, not {{role, content}}"
             )
-        # Parquet adds fields that a message lacks as None.
-        messages.append({name: part for name, part in message.items() if part is not None or name == "content"})
+        # Parquet adds fields that a message or a part lacks as None. Templates write pictures for parts that have the field "image".
+        content = message["content"]
+        if isinstance(content, list):
+            content = [_without_none(part) if isinstance(part, dict) else part for part in content]
+        messages.append({**_without_none(message), "content": content})
     return messages
+
+
+def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def text_of(messages: Sequence[dict[str, Any]]) -> str:

@@ -277,7 +277,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"the chat template in {self.directory} rejects the messages {messages!r}: {error}"
             ) from error
         for message in messages:
-            if fault := _unread_parts(message, text):
+            if fault := _unread_parts(message, text, is_last=message is messages[-1]):
                 raise ValueError(
                     f"the chat template in {self.directory} does not read parts, and {fault}: write the content as text, or set a "
                     "template that reads parts (data.chat_template)"
@@ -285,21 +285,26 @@ class HuggingFaceTokenizer(Tokenizer):
         return text
 
 
-def _unread_parts(message: dict[str, Any], text: str) -> str:
+def _unread_parts(message: dict[str, Any], text: str, *, is_last: bool) -> str:
     """Return what a template did wrong with a content that is a list of parts; "" if it is right. text: what the template wrote."""
     content = message.get("content")
     if not isinstance(content, list) or not content:
         return ""
-    if str(content) in text:
-        return f"writes a content as {cut_end(str(content), 80)}"
-    if message.get("role") == "assistant":  # templates leave out thoughts of earlier turns
+    parts = [part for part in content if isinstance(part, dict)]
+    for raw in (content, *(part for part in parts if "text" in part)):
+        written = next(
+            (form for form in (str(raw), json.dumps(raw), json.dumps(raw, ensure_ascii=False)) if form in text), None
+        )
+        if written is not None:
+            return f"writes a content as {cut_end(written, 80)}"
+    if message.get("role") == "assistant" and not is_last:  # templates leave out thoughts of earlier turns
         return ""
-    texts = [str(part.get("text") or "").strip() for part in content if isinstance(part, dict)]
+    texts = [str(part.get("text") or "").rpartition("</think>")[2].strip() for part in parts]
     missing = next((part for part in texts if part not in text), None)
     return (
         ""
         if missing is None
-        else f"leaves out the text {cut_end(repr(missing), 80)} of a {message.get('role')} message"
+        else f"leaves out the text {cut_end(repr(missing), 80)} of a message of the role {message.get('role')}"
     )
 
 

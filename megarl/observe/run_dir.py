@@ -37,7 +37,7 @@ class RunDirectory:
         batches/                 batches since the newest checkpoint, until the run is complete (train.trainer_restarts, train.journal)
         journal/                 the controller's state after the newest steps, until the run is complete (train.journal)
         report.html  summary.json
-        run.lock                 locked while the run lives; has its process
+        run.lock                 locked while the run is alive; records its process
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -92,7 +92,7 @@ class RunDirectory:
     def lock(self) -> str | None:
         """Create the directory if it is missing, and lock it until `unlock` or the end of this process.
 
-        Returns None, or a warning if the file system has no locks: run.lock then only records this process. Raises ValueError
+        Returns None, or a warning if the file system has no locks: run.lock then only records this process, also after a kill. Raises ValueError
         at once if another live run has the lock; the message names that run's process.
         """
         if self._lock is not None:

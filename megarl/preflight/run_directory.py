@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,18 +60,19 @@ class RunPlace:
         """The folder with the controller's state of the resume; None if the run starts at its beginning."""
         return self.checkpoint if self.journal is None else self.journal.path
 
-    def abandon_later_steps(self) -> list[str]:
-        """Set aside the checkpoints after the one that the run resumes from, and delete a journal that it does not use. Returns notices.
+    def abandon_later_steps(self, notice: Callable[[str], None]) -> None:
+        """Set aside the checkpoints after the one that the run resumes from, with a notice each, and delete a journal that it does not
+        use.
 
-        Called before processes start: after a failure of one of them, `train.restarts` takes the newest checkpoint and the journal.
-        The run's directory must be locked.
+        Called before the trainers and engines start, so that all messages name the right checkpoint. The run's directory must be
+        locked.
         """
         if self.journal is None:
             discard(self.directory.journal)
         if self.checkpoint is None:
-            return []
-        later = set_aside_later(self.directory.checkpoints, checkpoint_step(self.checkpoint))
-        return [abandoned_text(path) for path in later]
+            return
+        for path in set_aside_later(self.directory.checkpoints, checkpoint_step(self.checkpoint)):
+            notice(abandoned_text(path))
 
 
 def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:

@@ -26,7 +26,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from megarl.recipe.derived.at_update import whole_number
@@ -63,6 +63,12 @@ class TriedGroup:
 
 def accepted_groups(tried: list[TriedGroup]) -> list[Group]:
     return [item.group for item in tried if item.accepted]
+
+
+def lost_among(batches: Iterable[Iterable[TriedGroup]]) -> list[int]:
+    """Return the numbers of the groups whose vectors are lost, in order."""
+    groups = [item.group for batch in batches for item in batch]
+    return sorted(group.number for group in groups if group.samples and group.samples[0].data.is_lost)
 
 
 class Admission:
@@ -195,8 +201,7 @@ class Admission:
 
     def lost(self) -> list[int]:
         """Return the numbers of finished groups whose vectors are lost, in order."""
-        finished = [item.group for batch in (*self.closed, self.tried, self._waiting.values()) for item in batch]
-        return sorted(group.number for group in finished if group.samples and group.samples[0].data.is_lost)
+        return lost_among((*self.closed, self.tried, self._waiting.values()))
 
     def reopen(self, lost: Collection[int]) -> None:
         """Count finished groups as running again. The batches from the first that has one of them on are open again, and their other

@@ -25,7 +25,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.engines.tape import Record
 from megarl.recipe.derived.at_update import is_continuous, update_rule, window_groups
 from megarl.recipe.schema import Recipe
-from megarl.rollout.admission import Admission, AdmissionState
+from megarl.rollout.admission import Admission, AdmissionState, lost_among
 from megarl.rollout.begun_groups import BegunGroups, cannot_continue_groups, copy_in_time, copy_partials
 from megarl.rollout.dispatch import Dispatch, Finishing
 from megarl.rollout.engine_handle import SamplingEngine
@@ -176,7 +176,7 @@ class EnginesSource:
     def state(self, *, interrupted: bool = False) -> dict[str, Any]:
         partials = self._copy_partials(interrupted)
         with self._change:
-            if interrupted and self._drained is not None:
+            if interrupted and self._drained is not None and not lost_among(self._drained["gathered"]):
                 return self._drained  # so that the resumed run samples the whole batch again, with the same numbers
             if interrupted and self._drains and self.admission.running:
                 text = "%d groups are sampled again after a resume, with newer weights: metrics will differ from an unstopped run's"

@@ -43,4 +43,8 @@ def test_a_save_that_was_written_when_a_trainer_died_is_not_repeated(
             checkpoints.save_if_due(1)
         assert checkpoints.restore_trainers() == 1
         checkpoints.save_if_due(1)
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_000001"]
+        checkpoints.resumed, checkpoints.resumed_step = tmp_path / "other" / "step_000002", 2
+        checkpoints._save(2)  # at SIGTERM: another run's checkpoint of this step is not this run's
+        assert checkpoints.newest() == (2, tmp_path / "other" / "step_000002")
+        assert checkpoints.newest(before=2) == (0, None), "step 1 has the weights of another history"
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_000001", "step_000002"]

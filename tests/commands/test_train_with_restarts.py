@@ -23,6 +23,7 @@ from megarl.commands.train_with_restarts import (
     cause_of_restart,
     restarts_itself,
     resuming,
+    saved_steps,
     train_with_restarts,
 )
 from megarl.errors import InputError
@@ -213,11 +214,18 @@ def test_waits_double_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_path_to_resume_from_stays_until_the_run_has_a_checkpoint() -> None:
-    overrides = ["a=1", "train.resume=old/step_000003"]
-    assert resuming(overrides, "old/step_000003", has_checkpoint=False) == overrides
-    assert resuming(overrides, "old/step_000003", has_checkpoint=True) == ["a=1", "train.resume=auto"]
-    assert resuming(["a=1"], "never", has_checkpoint=False) == ["a=1", "train.resume=auto"], "metrics may exist by then"
+def test_a_path_to_resume_from_stays_until_the_run_is_beyond_it(tmp_path: Path) -> None:
+    """Checkpoints from before the command do not count: the user has named an older one, or one of another run."""
+    path, own = "old/step_000003", tmp_path / "checkpoints"
+    for step in (2, 4):
+        (own / f"step_{step:06d}").mkdir(parents=True)
+    earlier, overrides = saved_steps(own, None), ["a=1", f"train.resume={path}"]
+    assert resuming(overrides, path, saved_steps(own, None) - earlier) == overrides
+    (own / "step_000004").rename(tmp_path / "abandoned")
+    assert resuming(overrides, path, saved_steps(own, None) - earlier) == overrides
+    (own / "step_000004").mkdir()
+    assert resuming(overrides, path, saved_steps(own, None) - earlier) == ["a=1", "train.resume=auto"]
+    assert resuming(["a=1"], "never", []) == ["a=1", "train.resume=auto"], "metrics may exist by then"
 
 
 def failed(cause: str, died: bool = False) -> Failure:

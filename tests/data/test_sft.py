@@ -111,7 +111,7 @@ def test_contents_as_lists_of_parts(tmp_path, tokenizer):
         "{{ message.content or '' }}", "{{ message.content if message.content is string else '' }}"
     )
     with pytest.raises(
-        ValueError, match=r"does not read parts, and leaves out the text '.*' of a (user|system) message"
+        ValueError, match=r"does not read parts, and leaves out the text '.*' of a message of the role (user|system)"
     ):
         build(tmp_path, tokenizer_with(tmp_path / "other", writes_texts_alone), [{"messages": as_parts(TALK)}])
 

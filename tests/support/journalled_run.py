@@ -261,8 +261,9 @@ def run_session(
         return workers
 
     with log:
-        for notice in [*place.notices, *place.abandon_later_steps()]:
+        for notice in place.notices:
             log.notice(notice)
+        place.abandon_later_steps(log.notice)
         for warning in place.warnings:
             log.warn(warning)
         if outlived is not None:

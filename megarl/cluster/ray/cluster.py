@@ -220,7 +220,7 @@ class RayCluster(Cluster):
         self._check_starting([service for service in living if not (service.is_located() or service.was_killed)])
         self._check_stopped([service for service in living if service.is_located() and self._has_place(service)])
         if not self._owner.private and not all(service.essential for service in self._services):
-            self._stored.look()
+            self._stored.mark_lost()
         for callback in self._on_check:
             callback()
 

@@ -59,8 +59,9 @@ class RayService:
         kept: bool = False,
         essential: bool = True,
     ) -> None:
-        """devices: of the process, all of one machine. stored: receives the data that its calls return. mark: of its start (`megarl.cluster.starting`). settings, essential: see
-        `Cluster.start_service`. kept: the process serves another controller now, and its object is constructed."""
+        """devices: those of the process, all of one machine. stored: receives the data that its calls return. mark: of its start
+        (`megarl.cluster.starting`). settings, essential: see `Cluster.start_service`. kept: the process serves another controller now, and
+        its object is constructed."""
         self.name, self.address, self.node = name, devices[0].node_ip, devices[0].node_id
         self.devices, self.essential, self.kept = devices, essential, kept
         self.mark, self.seen_place = mark, place  # the place as far as it is known before the first reply

@@ -37,8 +37,8 @@ class RayData:
             if not self.source:
                 raise
             raise SamplesLost(
-                f"samples of {self.source} are lost: they were stored on its machine, which has left the Ray cluster, or where Ray has "
-                "ended. A run that starts again from its newest checkpoint or journal samples their prompts again: set "
+                f"samples of {self.source} are lost: they were stored on its machine, which has left the Ray cluster, or whose Ray has "
+                "stopped. A run that starts again from its newest checkpoint or journal samples their prompts again: set "
                 f"train.restarts, or start the same command with train.resume=auto. ({type(error).__name__})"
             ) from error
 
@@ -73,7 +73,7 @@ class StoredData:
             for data in here:
                 data.copy_here()
 
-    def look(self) -> None:
+    def mark_lost(self) -> None:
         """Find machines that are lost, and mark their data."""
         with self._lock:
             nodes = {data.node for data in self._living if data.node}

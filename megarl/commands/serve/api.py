@@ -215,6 +215,7 @@ class TrainingApi:
                 raise ValueError(
                     f"kind is {kind!r}; this server has 'snapshot' alone: engines sample with the newest saved weights"
                 )
+            self.session.check_publishable()
             path = None
             if name is not None:
                 about = {"seconds": seconds, "metadata": body.get("user_metadata")}

@@ -1,4 +1,4 @@
-"""What clients of the training API hold: sessions, the model in training, samplers."""
+"""Client sessions, the model in training and samplers of the training API."""
 
 from __future__ import annotations
 

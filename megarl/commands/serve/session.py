@@ -197,16 +197,17 @@ class TrainingSession:
 
     # --- sampling -------------------------------------------------------------------------------
 
-    def publish(self) -> int:
-        """Send the weights to the engines, after all running requests. Returns the version.
-
-        Raises ValueError if gradients would be lost: trainers that offload for the engines do not keep them.
-        """
+    def check_publishable(self) -> None:
+        """Raise ValueError if `publish` would lose gradients: trainers that offload for the engines do not keep them."""
         if self.passes and isinstance(self.devices, Colocated) and self.devices.actor.may_offload:
             raise ValueError(
                 "the gradients since the last optim_step would be lost: trainers and engines share the devices. Call optim_step "
                 "before the weights go to the engines"
             )
+
+    def publish(self) -> int:
+        """Send the weights to the engines, after all running requests. Returns the version. Raises as `check_publishable`."""
+        self.check_publishable()
         self.close_sampling()
         self.devices.update_engines(self.version + 1)
         self.version += 1
@@ -328,7 +329,12 @@ class TrainingSession:
     def _before_change(self) -> None:
         """Save the starting model before the first change, if it may be wanted again."""
         if self.is_fresh and self.resettable:
-            self.states.save(*_START, overwrite=True)
+            try:
+                self.states.save(*_START, overwrite=True)
+            except ValueError as error:
+                raise ValueError(
+                    f"the weights were not changed, since the starting model, with which later sessions begin, could not be saved first: {error}"
+                ) from error
         self.is_fresh = False
 
     def _give_to_actor(self) -> None:
