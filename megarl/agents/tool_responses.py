@@ -11,7 +11,7 @@ import numpy as np
 from megarl.agents.tool import ToolFault
 from megarl.agents.toolbox import ToolAnswer
 from megarl.data.images import ImageReader
-from megarl.data.tokenizer import Tokenizer
+from megarl.data.tokenizer import Tokenizer, UnreadParts
 from megarl.types import Prompt, PromptImage, SampleImages
 
 _CALL = {"id": "call_0", "type": "function", "function": {"name": "tool", "arguments": "{}"}}
@@ -123,7 +123,10 @@ class AnswerTokens(_Messages):
     def writes_images(self) -> bool:
         """True if the chat template writes a placeholder for an image of a tool message."""
         assert self._images is not None, "the model reads images"
-        return self._encode([("tool", "answer")], [1]).count(self._images.token) == 1
+        try:
+            return self._encode([("tool", "answer")], [1]).count(self._images.token) == 1
+        except UnreadParts:
+            return False
 
     def read(self, answer: ToolAnswer) -> tuple[PromptImage, ...]:
         """Return the images of an answer. Raises ToolFault for one that cannot be read."""

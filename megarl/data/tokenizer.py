@@ -21,6 +21,10 @@ Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]]
 
 
+class UnreadParts(ValueError):
+    """A chat template does not read a content that is a list of parts: text, images, videos."""
+
+
 class Tokenizer(ABC):
     """Interface of all tokenizers.
 
@@ -278,7 +282,7 @@ class HuggingFaceTokenizer(Tokenizer):
             ) from error
         for message in messages:
             if fault := _unread_parts(message, text, is_last=message is messages[-1]):
-                raise ValueError(
+                raise UnreadParts(
                     f"the chat template in {self.directory} does not read parts, and {fault}: write the content as text, or set a "
                     "template that reads parts (data.chat_template)"
                 )
