@@ -19,7 +19,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.errors import ReadingError, RecipeError, plain
+from megarl.errors import ReadingError, RecipeError, command_name, plain
 from megarl.recipe.former_names import with_present_names
 from megarl.recipe.hub_inputs import with_hub_names
 from megarl.recipe.schema import Recipe
@@ -241,7 +241,7 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str, left_open: dict[s
             continue
         if isinstance(value, bool) and _without_none(_type_of(name)) is str:
             problem = "this is a text, not a switch"
-            remedy = "give a text; YAML reads yes, no, on and off as switches, and 'yes' in quotes as a text"
+            remedy = f"give a text, as `{command_name()} keys {name}` describes; YAML reads yes, no, on and off as switches, and 'yes' as a text"
             yield ReadingError(name, problem, remedy, value=value, origin=origin)
             continue
         value = _as_list_if_declared(value, _type_of(name))

@@ -102,7 +102,7 @@ def test_two_recipes_share_no_mutable_default() -> None:
         ("observe.trackers=[wanbd]", "observe.trackers", "wandb"),
         ("name=a/b", "name", "folder"),
         ("train.resume=yes", "train.resume", "a text, not a switch"),  # else a checkpoint named True
-        ("model.tokenizer=off", "model.tokenizer", "'yes' in quotes"),
+        ("model.tokenizer=off", "model.tokenizer", "and 'yes' as a text"),
     ],
 )
 def test_refusals_name_key_and_remedy(folder: Path, override: str, key: str, words: str) -> None:

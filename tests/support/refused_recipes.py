@@ -354,7 +354,7 @@ FILES = [
     bad(QUICK, OWN, "reward.function", "ScoreRequest", own_scorer("def score(a, b): return 1.0")),
     bad(QUICK, "agent.tools=[code_interpeter] data.chat_template=true", "agent.tools", "code_interpreter"),
     bad(QUICK, "train.resume=HERE/nowhere/step_000010", "train.resume", "does not exist"),
-    bad(QUICK, "train.resume=yes", "train.resume", "auto"),
+    bad(QUICK, "train.resume=yes", "train.resume", "keys train.resume` describes"),
     bad(QUICK, "", "runs_dir", "directory that can be written to", runs_is_a_file),
     bad(QUICK, "", "train.resume", "train.resume=auto", a_run_there, "--strict"),
     bad(QUICK, "data.eval_files=[HERE/elsewhere/test.parquet]", "data.eval_files", "not on this machine", None, "--strict"),

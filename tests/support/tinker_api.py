@@ -72,6 +72,8 @@ class StandInSession:
     def forget_gradients(self) -> None:
         self.passes = 0
 
+    def check_publishable(self) -> None: ...
+
     def publish(self) -> int:
         self.version, self.sampled_updates = self.version + 1, self.updates
         return self.version
