@@ -105,6 +105,7 @@ def build(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, **prepa
     place = SimpleNamespace(
         directory=directory, identity={"seed": 1}, notices=[], checkpoint=None, journal=None, resumes=(0, False)
     )
+    place.abandon_later_steps = lambda notice: None
     setup: Any = RunSetup(recipe, data, CPUPlatform(), place, None)  # type: ignore[arg-type]
     with RunLog(recipe, directory, 1, recipe.train.steps) as log:
         return build_run(setup, cluster, log), cluster  # type: ignore[arg-type]
