@@ -14,6 +14,7 @@ from megarl.errors import RecipeError
 from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.cpu import CPUPlatform
+from megarl.preflight.run_directory import RunPlace
 from megarl.preflight.run_setup import RunSetup
 from megarl.recipe.schema import Recipe
 from megarl.rollout.start_engines import check_in_flight
@@ -102,10 +103,7 @@ def build(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, **prepa
     )
     cluster = Cluster()
     directory = RunDirectory(folder / "run")
-    place = SimpleNamespace(
-        directory=directory, identity={"seed": 1}, notices=[], checkpoint=None, journal=None, resumes=(0, False)
-    )
-    place.abandon_later_steps = lambda notice: None
+    place = RunPlace(directory, checkpoint=None, first_step=1, identity={"seed": 1}, notices=[])
     setup: Any = RunSetup(recipe, data, CPUPlatform(), place, None)  # type: ignore[arg-type]
     with RunLog(recipe, directory, 1, recipe.train.steps) as log:
         return build_run(setup, cluster, log), cluster  # type: ignore[arg-type]
@@ -115,7 +113,10 @@ def test_sft_starts_only_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     recipe = Recipe()
     recipe.train.source, recipe.train.steps, recipe.actor.mini_batches = "sft", 3, 2
     recipe.algorithm.advantage, recipe.algorithm.loss, recipe.cluster.trainers = "none", "sft", 2
+    abandoned = tmp_path / "run" / "journal" / "step_000004"
+    abandoned.mkdir(parents=True)
     run, cluster = build(recipe, tmp_path, monkeypatch, examples=["row"])
+    assert not abandoned.exists(), "a restart after an early failure would go on with it"
     assert cluster.started == [("ActorWorker", (2, 6))]
     assert cluster.calls == ["trainer.sees", "trainer.describe"]
     assert type(run.devices) is Placement and run.source == "data source" and run.evaluate is None

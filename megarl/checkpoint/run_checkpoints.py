@@ -176,8 +176,8 @@ class Checkpoints:
     def newest(self, before: int | None = None) -> tuple[int, Path | None]:
         """Return step and path of the newest checkpoint of this run, or step 0 and None: the starting model.
 
-        before: only checkpoints of earlier steps. Those of earlier sessions count if it is not after the step of the resume, and the
-        resume was from a checkpoint of this run.
+        before: return a checkpoint of an earlier step than this. If this session resumed at or after that step, from a checkpoint of
+        this run, the checkpoint may be one of an earlier session.
         """
         first = self.resumed_step if before is None or before > self.resumed_step else 0
         saved = list_checkpoints(self.saver.folder)  # the start of a resume has set later ones aside

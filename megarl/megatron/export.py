@@ -114,7 +114,7 @@ def _copy(paths: Iterable[Path], directory: Path) -> None:
 
 
 def _replace_tokenizer(directory: Path, tokenizer: Path) -> None:
-    """Replace the files of the tokenizer in `directory` by those of the folder `tokenizer`."""
+    """Delete the tokenizer's files in `directory`, and copy those of the folder `tokenizer` there."""
 
     def files(folder: Path) -> list[Path]:
         return [path for path in folder.iterdir() if any(path.match(pattern) for pattern in _TOKENIZER_FILES)]

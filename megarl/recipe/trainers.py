@@ -179,7 +179,7 @@ class ActorConfig:
 
     @property
     def optimizer_steps(self) -> int:
-        """Return the number of optimizer steps of a controller step whose batch has at least as many groups as mini batches."""
+        """Return the optimizer steps of a controller step. A batch with fewer groups than `mini_batches` has fewer."""
         return self.mini_batches * self.epochs
 
 

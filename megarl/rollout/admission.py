@@ -66,7 +66,7 @@ def accepted_groups(tried: list[TriedGroup]) -> list[Group]:
 
 
 def lost_among(batches: Iterable[Iterable[TriedGroup]]) -> list[int]:
-    """Return the numbers of the groups whose vectors are lost, in order."""
+    """Return the sorted numbers of groups whose vectors are lost."""
     groups = [item.group for batch in batches for item in batch]
     return sorted(group.number for group in groups if group.samples and group.samples[0].data.is_lost)
 
@@ -200,12 +200,12 @@ class Admission:
         self._release_finished()
 
     def lost(self) -> list[int]:
-        """Return the numbers of finished groups whose vectors are lost, in order."""
+        """Return the sorted numbers of finished groups whose vectors are lost."""
         return lost_among((*self.closed, self.tried, self._waiting.values()))
 
     def reopen(self, lost: Collection[int]) -> None:
-        """Count finished groups as running again. The batches from the first that has one of them on are open again, and their other
-        groups wait."""
+        """Count the finished groups `lost` as running again. The first batch with one of them, and all later batches, are open again;
+        their other groups wait."""
         batches = [*self.closed, self.tried]
         intact = list(itertools.takewhile(lambda batch: not any(item.group.number in lost for item in batch), batches))
         reopened = [item for batch in batches[len(intact) :] for item in batch]

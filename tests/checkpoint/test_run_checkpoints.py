@@ -1,4 +1,4 @@
-"""Saves of a run whose trainers fail."""
+"""Checkpoints of a run whose trainers fail, or which resumes from another run."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests.support.cluster_workers import wait_until
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 agree: Any = lambda services: None  # noqa: E731
 THREADS = {"OMP_NUM_THREADS": "1"}
-TOKENS = 100_000  # of a sample: its vectors lie in the object store of its machine, above Ray's limit of 100 KB
+TOKENS = 100_000  # of a sample: more than 100 KB of vectors, which Ray keeps on the machine of the engine
 
 
 @pytest.fixture

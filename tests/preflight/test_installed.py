@@ -1,4 +1,4 @@
-"""Engines whose packages are missing are refused before trainers start."""
+"""A recipe whose engine is not installed is refused before trainers start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finished groups whose samples are lost with the machine of their engine are sampled again."""
+"""A machine of engines is lost, and with it samples of finished groups: these groups are sampled again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.elastic_engines import ElasticEngines
 
 @pytest.mark.parametrize(("rule", "batch"), [("refresh", [0, 2, 4, 1]), ("drain", [0, 1, 2, 3])])
 def test_they_return_to_their_batch(rule: str, batch: list[int]) -> None:
-    """Those of a batch that was complete, too. With refresh, the others may overtake them."""
+    """Also groups of a complete batch. With `refresh`, other groups may take their places in it."""
     engines = ElasticEngines(2, at_update=rule)
     source = engines.source
     source.admit(0)

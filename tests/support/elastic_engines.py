@@ -54,7 +54,7 @@ class LeavingService(Service):
 
 
 class LostData:
-    """Vectors whose machine is lost."""
+    """A reference to vectors that were stored on a lost machine."""
 
     is_lost = True
 

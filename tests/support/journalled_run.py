@@ -59,7 +59,7 @@ class Killed(BaseException):
 class Death:
     """Kills the controller at one of its calls, before or after its effect, and counts the calls.
 
-    number: of the call among those of `place`; without `place`, among all calls. The number of all calls depends on threads, because
+    number: index of the call, among those of `place`, or among all calls without `place`. The number of all calls depends on threads, because
     groups arrive at any time; the number of calls of one place does not.
     """
 

@@ -34,7 +34,7 @@ class LoopPool:
     """The processes of a loop's samples. `path`: of `agent.loop`; `settings`: for `process.loop_job`, JSON values."""
 
     def __init__(self, path: str, settings: dict[str, Any], *, at_once: int, timeout: float) -> None:
-        """`at_once`: samples whose loops run at a time. `timeout`: seconds between two requests of a loop."""
+        """`at_once`: most loops that run at the same time. `timeout`: most seconds between two requests of a loop."""
         self.path = path
         self.places = asyncio.Semaphore(at_once)
         self._ending: set[concurrent.futures.Future[Outcome]] = set()

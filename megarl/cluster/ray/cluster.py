@@ -219,6 +219,7 @@ class RayCluster(Cluster):
             living += [service] if failure is None else []
         self._check_starting([service for service in living if not (service.is_located() or service.was_killed)])
         self._check_stopped([service for service in living if service.is_located() and self._has_place(service)])
+        # Only in a cluster of several machines, with services that the run outlives, can a machine be lost while the run goes on.
         if not self._owner.private and not all(service.essential for service in self._services):
             self._stored.mark_lost()
         for callback in self._on_check:

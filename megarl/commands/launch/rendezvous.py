@@ -97,7 +97,7 @@ class RendezvousServer:
             self._unknown.acquire()
             try:
                 connection, _ = self._listener.accept()
-                _notice_loss(connection)
+                _set_keepalive(connection)
             except OSError:  # closed by `finish`
                 return
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
@@ -232,7 +232,7 @@ def _dial(host: str, port: int, timeout: float) -> socket.socket:
         try:
             connection = socket.create_connection((host, port), timeout=5)
             connection.settimeout(None)
-            _notice_loss(connection)
+            _set_keepalive(connection)
             return connection
         except OSError as error:
             if time.monotonic() > deadline:
@@ -242,7 +242,7 @@ def _dial(host: str, port: int, timeout: float) -> socket.socket:
             time.sleep(0.2)
 
 
-def _notice_loss(connection: socket.socket) -> None:
+def _set_keepalive(connection: socket.socket) -> None:
     """Let the kernel close `connection` after `LOST_SECONDS` without a reply of the other machine, which may have lost its power."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     probes = {"TCP_KEEPIDLE": LOST_SECONDS // 2, "TCP_KEEPINTVL": LOST_SECONDS // 6, "TCP_KEEPCNT": 3}

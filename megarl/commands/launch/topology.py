@@ -64,8 +64,8 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
         raise ValueError(
             f"MASTER_PORT={port}: Ray uses this port and megarl the next two; all must be in 1024 to 65535."
         )
-    given = {name: value for name, value in environ.items() if value not in _DETECTED.get(name, ())}
-    devices = _integer(given, _DEVICES, None)
+    counted = {name: value for name, value in environ.items() if value not in _DETECTED.get(name, ())}
+    devices = _integer(counted, _DEVICES, None)
     if devices == 0:
         raise ValueError(
             "DEVICES_PER_NODE=0: a node without devices cannot take part in a run. Leave it out to let Ray detect devices."

@@ -27,7 +27,8 @@ def read(name: str) -> dict[str, Any]:
 
 
 def similar(text: str) -> str:
-    """Return the end of a message: the three names most like `text`, first those that begin with it, and the folder of all names."""
+    """Return the end of an error message, with the three names nearest to `text` and the folder of all names. Names that begin with
+    `text` come first."""
     last = Path(text).name.lower()
     lowered = {name.lower(): name for name in names()}
     begun = [name for name in lowered if name.startswith(last)]

@@ -56,7 +56,10 @@ class ViewedRun:
         self._trace = TraceTail(self.run_dir.trace)
         self._summary: tuple[tuple[int, int] | None, dict[str, Any], list[str]] = (None, {}, [])
         self._status = ("", 0.0)  # status, and when the lock was looked at
-        self._advice: tuple[tuple[Any, ...], list[Advice]] = ((), [])  # what it was found from, and the findings
+        self._advice: tuple[tuple[Any, ...], list[Advice]] = (
+            (),
+            [],
+        )  # state of the files that were read, and the advice
 
     def state(self) -> dict[str, Any]:
         """Return what tells the page that something is new: counts of lines, the newest samples, the status."""
