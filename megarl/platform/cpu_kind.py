@@ -12,7 +12,7 @@ CPU = DeviceKind(
     accelerator=False,
     implementation="megarl.platform.cpu:CPUPlatform",
     collective="gloo",
-    cheap_seeds=True,
+    seeds_cost="",
     no_host_optimizer=("on a CPU all states are already in host memory", "leave it out"),
     tracing=Tracing(contents=("cpu", "memory", "shapes", "stack")),
     sets=(

@@ -33,6 +33,7 @@ CUDA = DeviceKind(
     implementation="megarl.platform.cuda:CUDAPlatform",
     collective="NCCL",
     ddp={"overlap_grad_reduce": True, "overlap_param_gather": True},
+    seeds_cost="a Python loop over requests in every decode step, where vLLM uses its Model Runner V1 (V2, its default, has none)",
     ray_resource="GPU",
     visible="CUDA_VISIBLE_DEVICES",
     files="/dev/nvidia[0-9]*",

@@ -45,7 +45,9 @@ class DeviceKind:
     ddp: Mapping[str, Any] = field(default_factory=dict)  # defaults of `megatron.ddp`
     tracing: Tracing = field(default_factory=Tracing)  # settings of its profiler
     no_host_optimizer: tuple[str, str] | None = None  # why it lacks Megatron's optimizer_cpu_offload, and the remedy
-    cheap_seeds: bool = False  # a random generator per request costs an engine next to nothing
+    seeds_cost: str = (
+        "a Python loop over requests in every decode step"  # of seeds per request in engines; "" if next to none
+    )
     files: str = ""  # glob pattern of its devices in /dev
 
     # Detection: `package` is installed or, without a package, `torch.<torch_api>.is_available()`.

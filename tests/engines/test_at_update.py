@@ -59,3 +59,30 @@ def test_asynchronous_scheduling_is_off_where_it_would_lose_or_mislabel_a_token(
         for check in (args.build_engine_args, args.check_plan):
             with pytest.raises(RecipeError, match=f"with rollout.at_update={rule} and this version of vLLM"):
                 check(mine, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "buffer", "expected"),
+    [(1, True, False), (2, True, None), (1, False, None)],  # 2: workers in other processes; without the buffer: 0.23
+)
+def test_asynchronous_scheduling_is_off_where_routed_experts_stay_in_flight(
+    tensor_parallel: int,
+    buffer: bool,
+    expected: bool | None,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(args, "fields", dict)
+    installed(tmp_path, monkeypatch, "num_stale_output_tokens = 0")
+    if buffer:
+        (tmp_path / "distributed" / "aux_output_connector").mkdir(parents=True)
+    common = {"tensor_parallel": tensor_parallel, "return_routed_experts": True}
+    spec = EngineSpec("e0", model, "bfloat16", 64, **common)
+    assert args.build_engine_args(spec, "cuda").get("async_scheduling") is expected
+    mine = EngineSpec("e0", model, "bfloat16", 64, engine_args={"async_scheduling": True}, **common)
+    if expected is False:
+        with pytest.raises(RecipeError, match=r"routing_replay=rollout and rollout\.tensor_parallel=1"):
+            args.build_engine_args(mine, "cuda")
+    else:
+        assert args.build_engine_args(mine, "cuda")["async_scheduling"] is True

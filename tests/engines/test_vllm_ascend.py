@@ -222,9 +222,10 @@ def test_keys_are_read_from_the_installed_source(tmp_path, monkeypatch) -> None:
     ascend._keys_installed.cache_clear()
 
 
-def test_external_launcher_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be external_launcher"):
-        arguments_of("vllm").check_engine_args({"distributed_executor_backend": "external_launcher"}, "rollout")
+@pytest.mark.parametrize("executor", ["external_launcher", "ray"])
+def test_executors_that_take_other_devices_are_refused(executor: str) -> None:
+    with pytest.raises(ValueError, match=f"distributed_executor_backend cannot be {executor}"):
+        arguments_of("vllm").check_engine_args({"distributed_executor_backend": executor}, "rollout")
 
 
 # --- what an engine starts with -----------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy
 import pytest
+import torch
 
 from megarl import load_recipe
 from megarl.agents.trajectory import turn_seed
@@ -48,6 +50,19 @@ def test_auto_follows_the_device_and_determinism(device, seeded, deterministic, 
     assert (notice is None) == (note is None) and (notice or "").startswith(note or "")
     recipe.train.source = "sft"
     assert seeds_notice(recipe) is None, "nothing is sampled"
+
+
+@pytest.mark.parametrize(
+    "device, seeded, cost",
+    [
+        ("npu", False, "at the cost of a Python loop over requests in every decode step"),
+        ("cuda", True, "where vLLM uses its Model Runner V1 (V2, its default, has none)"),
+        ("cpu", False, "gives each sample a separate generator"),
+    ],
+)
+def test_the_notice_names_the_cost_of_seeds_on_the_device(device: str, seeded: bool, cost: str) -> None:
+    notice = seeds_notice(recipe_of(device, seeded))
+    assert notice is not None and cost in notice and ("at the cost" in notice) == (device != "cpu")
 
 
 def test_a_run_has_one_notice() -> None:
@@ -123,3 +138,13 @@ def test_engines_without_seeds_draw_different_numbers() -> None:
     assert len(seeds) == 8 and all(0 <= seed < 2**32 for seed in seeds)
     recipe.rollout.seeded = True
     assert {policy_spec(recipe, f"engine{number}", updated=True).seed for number in range(8)} == {recipe.train.seed}
+
+
+def test_a_reseed_reaches_both_model_runners_of_vllm() -> None:
+    """V1 draws unseeded samples with torch; V2 draws their seeds with numpy."""
+    worker = pytest.importorskip("megarl.engines.vllm.worker", reason="vLLM is not installed")
+    draws = []
+    for seed in (1, 2, 1):
+        worker.WorkerExtension.megarl_seed(None, seed)
+        draws.append((torch.rand(1).item(), int(numpy.random.randint(2**62))))
+    assert draws[0] == draws[2] and draws[0][0] != draws[1][0] and draws[0][1] != draws[1][1]

@@ -40,8 +40,13 @@ class Topology:
         return self.node_rank == 0
 
     @property
+    def head_ip(self) -> str:
+        """Address under which Ray lists node rank 0. On the head a number, as megarl sorts nodes by; OSError if its name has none."""
+        return (self.node_ip or numeric_address(self.master)) if self.is_head else self.master
+
+    @property
     def ray_address(self) -> str:
-        return f"{self.master}:{self.port}"
+        return f"{self.head_ip}:{self.port}"
 
 
 def read_topology(environ: Mapping[str, str]) -> Topology:
@@ -126,6 +131,12 @@ def _integer(environ: Mapping[str, str], names: tuple[str, ...], default: int | 
     if not environ[name].isdigit():
         raise ValueError(f"{name} must be a whole number, got {environ[name]}.")
     return int(environ[name])
+
+
+def numeric_address(name: str) -> str:
+    """Return the address of a host name on this node, IPv4 where it has one. Raises OSError if it has none."""
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 def loopback_problem(topology: Topology) -> str | None:

@@ -114,10 +114,10 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
     for name in _MORE_DEVICES:
         if engine_args.get(name) == 1:
             del owned[name]
-    if engine_args.get("distributed_executor_backend") == "external_launcher":
+    if (executor := engine_args.get("distributed_executor_backend")) in ("external_launcher", "ray"):
         raise ValueError(
-            f"{section}.engine_args.distributed_executor_backend cannot be external_launcher: megarl starts one process per "
-            "engine, and vLLM starts the workers; leave it out"
+            f"{section}.engine_args.distributed_executor_backend cannot be {executor}: megarl starts one process per engine, "
+            "with its devices, and vLLM starts the workers as its children; leave it out"
         )
     if "additional_config" in engine_args:
         ascend.check_additional_config(engine_args["additional_config"], f"{section}.engine_args.additional_config")
@@ -277,7 +277,11 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         arguments.update(quantization.arguments())
     if spec.expert_parallel:
         arguments["enable_expert_parallel"] = True
-    if spec.data_parallel > 1 and spec.tensor_parallel == 1:  # vLLM would start a process for the only worker
+    if (
+        spec.tensor_parallel > 1
+    ):  # in a Ray actor vLLM would choose Ray, whose workers wait for the devices of this actor
+        arguments["distributed_executor_backend"] = "mp"
+    elif spec.data_parallel > 1:  # vLLM would start a process for the only worker
         arguments["distributed_executor_backend"] = "uni"
     if spec.return_routed_experts:
         arguments["enable_return_routed_experts"] = True

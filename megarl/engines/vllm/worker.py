@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
@@ -89,8 +90,12 @@ class WorkerExtension:
             receiver.close()
 
     def megarl_seed(self, seed: int) -> None:
-        """Seed the generator of requests without a seed, equally on all ranks of an engine."""
+        """Seed the generators of requests without a seed, equally on all ranks of an engine.
+
+        vLLM's Model Runner V1 draws with torch. V2 (v1/worker/gpu) draws a seed for each request with numpy.
+        """
         torch.manual_seed(seed)
+        numpy.random.seed(seed)
 
     def megarl_hold_parameters(self) -> None:
         """Remember the parameters before an engine on an NPU wakes up."""

@@ -10,10 +10,10 @@ from megarl.recipe.schema import Recipe
 def samples_are_seeded(recipe: Recipe) -> bool:
     """Return whether each sample, and each verdict of a judge, has a separate random generator and seed.
 
-    `auto` is true on devices where such generators are cheap (`DeviceKind.cheap_seeds`) and with `train.deterministic`.
+    `auto` is true on devices where such generators are cheap (`DeviceKind.seeds_cost`) and with `train.deterministic`.
     """
     if recipe.rollout.seeded == "auto":
-        return recipe.train.deterministic or kind_of(platform.kind(recipe.cluster.device)).cheap_seeds
+        return recipe.train.deterministic or not kind_of(platform.kind(recipe.cluster.device)).seeds_cost
     return bool(recipe.rollout.seeded)
 
 
@@ -22,19 +22,19 @@ def seeds_notice(recipe: Recipe) -> str | None:
     if recipe.train.source != "rollout":
         return None
     device, seeded = platform.kind(recipe.cluster.device), samples_are_seeded(recipe)
-    cheap = kind_of(device).cheap_seeds
-    if seeded and cheap:
+    cost = kind_of(device).seeds_cost
+    if seeded and not cost:
         return None
     origin = f"auto on {device}" if recipe.rollout.seeded == "auto" else "set by the recipe"
     if seeded and recipe.rollout.seeded == "auto":
         origin = "auto with train.deterministic"
     if seeded:
         return (
-            f"rollout.seeded is true ({origin}): engines draw for each request in turn in every decode step, in a "
-            "Python loop, which slows sampling of many sequences; rollout.seeded=false draws for all at once"
+            f"rollout.seeded is true ({origin}): each sample has a separate generator, at the cost of {cost}; "
+            "rollout.seeded=false draws for all requests at once"
         )
     return (
         f"rollout.seeded is false ({origin}): an engine draws all samples of a weight version from one random generator, so "
-        "a repeated or resumed run samples other responses; rollout.seeded=true gives each sample a separate generator, at "
-        "the cost of a Python loop over requests in every decode step"
+        "a repeated or resumed run samples other responses; rollout.seeded=true gives each sample a separate generator"
+        + (f", at the cost of {cost}" if cost else "")
     )

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -142,9 +143,9 @@ def node():
     started = []
     port = str(free_port())
 
-    def node(rank, *command, nodes=2, timeout=60, devices="1"):
+    def node(rank, *command, nodes=2, timeout=60, devices="1", master="127.0.0.1"):
         env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_", "PET_"))}
-        env |= {"NNODES": str(nodes), "NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env |= {"NNODES": str(nodes), "NODE_RANK": str(rank), "MASTER_ADDR": master, "MASTER_PORT": port}
         env |= {"DEVICES_PER_NODE": devices, "MEGARL_JOIN_TIMEOUT": str(timeout), "OMP_NUM_THREADS": "1"}
         started.append(
             subprocess.Popen(
@@ -178,6 +179,22 @@ def test_a_single_node_with_a_number_of_devices_starts_ray_with_them(node):
     assert "1 node has joined 127.0.0.1:" in output
     assert re.search(r"NODES \['[\d.]+'\] 5\.0", output)
     assert process.returncode == 7
+
+
+@pytest.mark.stack
+def test_ray_lists_a_head_that_is_given_by_name_under_its_address(node):
+    """Slurm gives names. megarl sorts nodes by their addresses."""
+    name = socket.gethostname()
+    process = node(0, sys.executable, "-c", NODES, nodes=1, devices="2", master=name)
+    output, _ = process.communicate(timeout=120)
+    assert re.search(r"1 node has joined [\d.]+:", output)
+    assert re.search(r"NODES \['[\d.]+'\] 2\.0", output), output
+    assert process.returncode == 7
+
+
+def test_a_name_becomes_the_address_that_ray_lists():
+    topology = read_topology({"SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1"})
+    assert "--node-ip-address=127.0.0.1" in ray_command(topology, "cpu")
 
 
 @pytest.mark.stack
