@@ -78,6 +78,8 @@ class TestVersions:
         names = [re.split(r"[<>=]", line)[0] for line in needed[1].split()]
         assert not [name for name in names if name not in lock], "megarl's own requirements are in the lock"
         assert lock["torch"].startswith("2.13.") and lock["nvidia-cuda-runtime"].startswith("13.0.")
+        # Both install cuda/bindings, old releases of cuda-python by themselves: with different versions the last one wins.
+        assert lock["cuda-python"].split(".")[:2] == lock["cuda-bindings"].split(".")[:2]
 
     def test_the_python_range_equals_setup_cfg(self) -> None:
         assert f"python_requires = >={PYTHON[0]},<{PYTHON[1]}" in (ROOT / "setup.cfg").read_text()
