@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 
 import pytest
@@ -19,6 +20,8 @@ from megarl.engines.vllm.layerwise_update import (
     LayerwiseUpdate,
     _check_filled,
     check_complete,
+    expert_tables,
+    experts_from,
     live_needed_slices,
 )
 from megarl.engines.vllm.needed_slices import needed_slices
@@ -192,6 +195,35 @@ def test_an_update_replaces_the_values_of_the_live_parameters(live: tuple[Model,
         assert dict(model.named_parameters())[name] is parameter, "engines keep pointers to live parameters"
         padding = parameter[6:] if name == "embed.weight" else parameter[:0]
         assert (parameter[: len(parameter) - len(padding)] == value).all() and (padding == 0).all()
+
+
+class SpreadExperts(torch.nn.Module):
+    """The part of vLLM's layers of experts that finds the number of an expert on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("_expert_map", torch.tensor([-1, 0, 1, -1]), persistent=False)
+
+    def _map_global_expert_id_to_local_expert_id(self, expert_id: int) -> int:
+        return self._expert_map[expert_id].item()
+
+
+def test_loaders_find_the_experts_of_an_engine_that_sleeps() -> None:
+    """Its device memory, with the tables, is released when a colocated engine joins a session."""
+    model = torch.nn.Sequential(SpreadExperts(), torch.nn.Linear(2, 2))
+    tables = expert_tables(model)
+    model[0]._expert_map.fill_(10**6)
+    find = "_map_global_expert_id_to_local_expert_id"
+    with pytest.raises(ValueError, match="no values"), experts_from(tables):
+        assert [getattr(model[0], find)(expert) for expert in range(4)] == [-1, 0, 1, -1]
+        raise ValueError("no values")
+    assert getattr(model[0], find)(1) == 10**6, "the layer's own method is back"
+
+
+def test_vllms_loader_finds_experts_by_this_method() -> None:
+    experts = pytest.importorskip("vllm.model_executor.layers.fused_moe.routed_experts", reason="vLLM before 0.32")
+    text = inspect.getsource(experts.RoutedExperts)
+    assert "self._map_global_expert_id_to_local_expert_id(" in text and '"_expert_map", self.expert_map_manager' in text
 
 
 def test_an_update_that_ends_within_a_layer_is_refused(live: tuple[Model, SliceTable]) -> None:

@@ -12,6 +12,7 @@ import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.version import Version
@@ -220,6 +221,24 @@ def test_keys_are_read_from_the_installed_source(tmp_path, monkeypatch) -> None:
         ascend.check_additional_config({"not_it": 1}, "x")
     ascend.check_additional_config({"refresh": True}, "x")  # known, though these sources are not seen to read it
     ascend._keys_installed.cache_clear()
+
+
+@EACH
+def test_samplers_are_made_without_the_mode_of_log_probs_and_obey_it(version: str) -> None:
+    """Else `set_log_probs_mode` is not needed any more, or no longer enough."""
+    if Version(version) < Version("0.18.0"):
+        pytest.skip("megarl needs 0.18 or later")
+    assert "self.sampler = AscendSampler()" in source(version, "worker/model_runner_v1.py")
+    sampling = method(source(version, "sample/sampler.py"), "forward_native")
+    assert 'self.logprobs_mode == "processed_logprobs"' in sampling
+
+
+def test_a_sampler_returns_log_probs_in_the_engines_mode() -> None:
+    sampler = SimpleNamespace(
+        logprobs_mode="raw_logprobs", topk_topp_sampler=SimpleNamespace(logprobs_mode="raw_logprobs")
+    )
+    ascend.set_log_probs_mode(sampler, "processed_logprobs")
+    assert sampler.logprobs_mode == sampler.topk_topp_sampler.logprobs_mode == "processed_logprobs"
 
 
 @pytest.mark.parametrize("executor", ["external_launcher", "ray"])

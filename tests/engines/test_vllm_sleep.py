@@ -57,7 +57,7 @@ class FakeVllm:
     def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
         self.calls.append(method)
         report = {"version": 1, "streams": {"0 to e0/0": "f"}, "bytes": 4, "buckets": 1, "checked": 0, "seconds": {}}
-        return [[0, "host"] if method == "megarl_endpoint" else [report, [], []]]
+        return [[0, "host"] if method == "megarl_start" else [report, [], []]]
 
     def sleep(self, level: int, mode: str = "abort") -> None:
         self.calls.append(("sleep", level) if mode == "abort" else ("sleep", level, mode))
@@ -145,7 +145,9 @@ def test_weights_wake_before_the_cache(monkeypatch: pytest.MonkeyPatch, vllm: Fa
     with pytest.raises(EngineRefused, match=r"'e0' has \['kv_cache'\] asleep"):
         sleeper.wake(("weights",))
     sleeper.wake(("kv_cache",))
-    assert vllm.calls[1:] == [("sleep", 2), ("wake_up", ["weights"]), "megarl_update", ("wake_up", ["kv_cache"])]
+    # With asynchronous scheduling, a step may be in flight: the device ends it before its memory is released.
+    asleep = ["megarl_synchronize", ("sleep", 2)]
+    assert vllm.calls[1:] == [*asleep, ("wake_up", ["weights"]), "megarl_update", ("wake_up", ["kv_cache"])]
 
     sleeper.sleep()
     sleeper.wake()
@@ -208,7 +210,7 @@ def test_an_engine_returns_why_it_refuses_sharded_updates(
         model_config=SimpleNamespace(quantization=quantization), parallel_config=SimpleNamespace()
     )
     vllm.collective_rpc = lambda method, args=(): [
-        ["e/0", "host"] if method == "megarl_endpoint" else "lm_head is odd",
+        ["e/0", "host"] if method == "megarl_start" else "lm_head is odd",
     ]
     session = Session(
         host="", port=0, prefix="", secret="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto",

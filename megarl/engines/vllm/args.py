@@ -80,6 +80,7 @@ def process_env(threads: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # forked workers would hold this process's sockets open after its death
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all workers of a machine bind to the same cores
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",

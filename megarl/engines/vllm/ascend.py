@@ -268,6 +268,17 @@ def check_updates(engine_args: Mapping[str, Any], model: Mapping[str, Any], vers
         )
 
 
+def set_log_probs_mode(sampler: Any, mode: str) -> None:
+    """Make the sampler of a model runner return log-probs as the engine's `logprobs_mode` says.
+
+    vllm-ascend (0.18 to 0.25) makes its sampler without the mode, which it would obey, so engines returned the log-probs of
+    temperature 1 (worker/model_runner_v1.py: `AscendSampler()`, sample/sampler.py).
+    """
+    sampler.logprobs_mode = mode
+    if hasattr(sampler, "topk_topp_sampler"):
+        sampler.topk_topp_sampler.logprobs_mode = mode
+
+
 def hold_parameters(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
     """Return every parameter of `model` as (module, name, parameter), to call `put_back` after the engine has woken up."""
     return [

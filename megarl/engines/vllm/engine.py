@@ -94,7 +94,7 @@ class _VllmBackend:
         self._vocab_size = self._engine.model_config.get_vocab_size()
         vision = getattr(self._engine.model_config.hf_config, "vision_config", None)
         self._merge = getattr(vision, "spatial_merge_size", None)
-        endpoints = self._engine.collective_rpc("megarl_endpoint")
+        endpoints = self._engine.collective_rpc("megarl_start")
         return {
             "engine": "vllm",
             "version": self._can.version,
@@ -348,6 +348,7 @@ class _VllmBackend:
         # updates of adapters only, with a draft, and on NPUs, where level 2 leaves expert-parallel tables stale.
         keeps = self._can.device == "npu" or self._adapter is not None or has_draft_weights(self._spec.engine_args)
         level = 1 if keeps else 2
+        self._engine.collective_rpc("megarl_synchronize")  # vllm-ascend frees memory that a step in flight still uses
         self._engine.sleep(level, **options)
         self.asleep = TAGS
         if level == 2:

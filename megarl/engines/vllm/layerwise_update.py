@@ -7,7 +7,8 @@ loading. Layers that its loader does not fill by copying slices receive whole te
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import contextlib
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,31 @@ from megarl.engines.vllm import compat, route_support
 from megarl.engines.vllm.needed_slices import needed_slices, storage_id
 from megarl.weight_sync.sharded.receiver import CompletedHook
 from megarl.weight_sync.sharded.slices import SliceTable
+
+_LOCAL_EXPERT = "_map_global_expert_id_to_local_expert_id"  # method of vLLM's layers of experts, which loaders call
+
+
+def expert_tables(model: torch.nn.Module) -> list[tuple[torch.nn.Module, list[int]]]:
+    """Return each module with a table of experts, and the table: this rank's number of each expert, -1 for other ranks'."""
+    return [
+        (module, module._expert_map.tolist())
+        for module in model.modules()
+        if hasattr(module, _LOCAL_EXPERT) and isinstance(getattr(module, "_expert_map", None), torch.Tensor)
+    ]
+
+
+@contextlib.contextmanager
+def experts_from(tables: Iterable[tuple[torch.nn.Module, list[int]]]) -> Iterator[None]:
+    """Let vLLM's loaders read `tables` (`expert_tables`) instead of device memory, which an engine that sleeps has released."""
+    modules = []
+    try:
+        for module, table in tables:
+            setattr(module, _LOCAL_EXPERT, table.__getitem__)
+            modules.append(module)
+        yield
+    finally:
+        for module in modules:
+            delattr(module, _LOCAL_EXPERT)
 
 
 def live_needed_slices(model: torch.nn.Module, tensors: Sequence[tuple[str, Sequence[int], str]]) -> SliceTable:

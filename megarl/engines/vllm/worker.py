@@ -20,7 +20,13 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
 from megarl.engines.vllm import adapters, ascend, compat, cpu_collectives
-from megarl.engines.vllm.layerwise_update import LayerwiseUpdate, check_complete, live_needed_slices
+from megarl.engines.vllm.layerwise_update import (
+    LayerwiseUpdate,
+    check_complete,
+    expert_tables,
+    experts_from,
+    live_needed_slices,
+)
 from megarl.weight_sync.full.receiver import FullReceiver
 from megarl.weight_sync.session import Session, host_id
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
@@ -49,9 +55,13 @@ class WorkerExtension:
     device: torch.device | None
 
     _megarl_staged: list[tuple[str, torch.Tensor]]  # weights of a full session that wait in host memory
+    _megarl_experts: list[tuple[torch.nn.Module, list[int]]]  # `expert_tables`
 
-    def megarl_endpoint(self) -> list:
-        """Return [rank, host id] of this weight receiver."""
+    def megarl_start(self) -> list:
+        """Prepare this rank while the engine is awake; return [rank, host id] of its weight receiver."""
+        if current_platform.device_type == "npu":
+            ascend.set_log_probs_mode(self.model_runner.sampler, self.model_config.logprobs_mode)
+        self._megarl_experts = expert_tables(self.model_runner.get_model())
         return [self.rank, host_id()]
 
     def megarl_connect(self, session: str, engine: str) -> str | None:
@@ -69,8 +79,8 @@ class WorkerExtension:
         tensors = held_tensors(receiver.collect_held())
         self._megarl_tensors = [name for name, _, _ in tensors]
         try:
-            with self._megarl_context():
-                self._megarl_needed = live_needed_slices(self.model_runner.model, tensors)
+            with self._megarl_context(), experts_from(self._megarl_experts):
+                self._megarl_needed = live_needed_slices(self.model_runner.get_model(), tensors)
         except ValueError as error:
             return str(error)
         receiver.publish_needed(self._megarl_needed)
@@ -99,7 +109,7 @@ class WorkerExtension:
 
     def megarl_hold_parameters(self) -> None:
         """Remember the parameters before an engine on an NPU wakes up."""
-        self._megarl_held = ascend.hold_parameters(self.model_runner.model)
+        self._megarl_held = ascend.hold_parameters(self.model_runner.get_model())
 
     def megarl_put_parameters_back(self) -> int:
         """Restore the parameters after waking up; returns how many vllm-ascend had replaced."""
@@ -113,14 +123,15 @@ class WorkerExtension:
         completely loaded or names changed.
         """
         receiver: Any = self._megarl_receiver
-        self._megarl_synchronize()
+        self.megarl_synchronize()
         with _failing(receiver):
             update = self._megarl_update_sharded if receiver.session.sharded else self._megarl_update_full
             names, unread = update(receiver, version)
             return [receiver.finish().to_dict(), names, unread]
 
-    def _megarl_synchronize(self) -> None:
-        if not current_platform.is_cpu():  # with asynchronous scheduling, a step with the old weights may still run
+    def megarl_synchronize(self) -> None:
+        """Wait until the device has finished: with asynchronous scheduling, a step may still read the weights."""
+        if not current_platform.is_cpu():
             getattr(torch, current_platform.device_type).synchronize()
 
     def megarl_stage(self, version: int) -> dict[str, Any]:
@@ -139,19 +150,19 @@ class WorkerExtension:
     def megarl_load_staged(self) -> None:
         """Load the version that `megarl_stage` received last."""
         receiver: Any = self._megarl_receiver
-        self._megarl_synchronize()
+        self.megarl_synchronize()
         if not receiver.session.sharded:
             staged, self._megarl_staged = self._megarl_staged, []
             self._megarl_load_full(iter(staged), receiver.session.adapter_alpha)
             return
         with self._megarl_context():
-            update = LayerwiseUpdate(self.model_runner.model, self._megarl_needed)
+            update = LayerwiseUpdate(self.model_runner.get_model(), self._megarl_needed)
             receiver.load_staged(update)
             update.finish(self.model_config)
 
     def _megarl_update_sharded(self, receiver: ShardedReceiver, version: int) -> tuple[list[str], list[str]]:
         with self._megarl_context():
-            update = LayerwiseUpdate(self.model_runner.model, self._megarl_needed, receiver.begin(version))
+            update = LayerwiseUpdate(self.model_runner.get_model(), self._megarl_needed, receiver.begin(version))
             receiver.receive(update)
             update.finish(self.model_config)
         names, self._megarl_tensors = self._megarl_tensors, []
@@ -176,7 +187,7 @@ class WorkerExtension:
             raise ValueError(f"{name} came again, but later updates must contain only adapters")
         with self._megarl_context():
             group = get_tp_group()
-            adapters.load(self.model_runner.model, matrices, alpha, group.rank_in_group, group.world_size)
+            adapters.load(self.model_runner.get_model(), matrices, alpha, group.rank_in_group, group.world_size)
         self._megarl_has_base = True
         return names
 
@@ -193,7 +204,7 @@ class WorkerExtension:
                 yield name, tensor
 
         with set_current_vllm_config(self.vllm_config), self._megarl_device(), watch or contextlib.nullcontext():
-            load(self.model_runner.model, recorded(), self.model_config)
+            load(self.model_runner.get_model(), recorded(), self.model_config)
         if watch is not None:
             self._megarl_names = names
             return names, watch.unread()
