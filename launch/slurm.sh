@@ -19,7 +19,8 @@
 #SBATCH --requeue
 # Slurm says how many GPUs a node gives, and not how many NPUs.
 export DEVICES_PER_NODE=${DEVICES_PER_NODE:-${SLURM_GPUS_ON_NODE:-16}}
-container=()                                    # e.g. (apptainer exec --bind /shared,/usr/local/Ascend/driver megarl.sif)
+# With an image (leave out files that the hosts lack): container=(apptainer exec --bind /shared,/usr/local/Ascend/driver,/usr/local/dcmi,/usr/local/bin/npu-smi,/etc/ascend_install.info,/etc/hccn.conf megarl.sif)
+container=()
 interface=${MEGARL_INTERFACE:-}                 # the network interface between the nodes, where there are several
 
 set -eu

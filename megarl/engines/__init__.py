@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _ENGINES = {"vllm": "megarl.engines.vllm.engine:VllmEngine", "sglang": "megarl.engines.sglang.engine:SglangEngine"}
 _ARGUMENTS = {"vllm": "megarl.engines.vllm.args", "sglang": "megarl.engines.sglang.args"}
 _GROUPS = ("vllm",)  # engines that can spread experts over a group
+# Variables of NPUs that only graphs need; None: megarl leaves the variable to the user. Task queue 2 is the fastest.
+_WITHOUT_GRAPHS = {"TASK_QUEUE_ENABLE": "2", "ASCEND_LAUNCH_BLOCKING": None}
 
 
 class EngineArguments(Protocol):
@@ -31,7 +33,7 @@ class EngineArguments(Protocol):
     def check_plan(self, spec: EngineSpec, device: str) -> None: ...
     def merged_because(self, spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None) -> str | None: ...
     def limits(self, spec: EngineSpec) -> EngineLimits: ...
-    def task_queue(self, engine_args: Mapping[str, Any]) -> str: ...
+    def captures_graphs(self, engine_args: Mapping[str, Any]) -> bool: ...
     def process_env(self, threads: int) -> dict[str, str]: ...
     def required_environment(
         self, spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None
@@ -101,11 +103,11 @@ def engine_env(
 
 
 def rollout_env(name: str, platform_env: Mapping[str, str], engine_args: Mapping[str, Any]) -> dict[str, str]:
-    """Return `platform_env`, the platform's settings for engines, adapted to the engine's arguments."""
-    queue = {
-        "TASK_QUEUE_ENABLE": arguments_of(name).task_queue(engine_args)
-    }  # an NPU setting that depends on arguments
-    return {variable: queue.get(variable, value) for variable, value in platform_env.items()}
+    """Return `platform_env`, the platform's settings for engines with graphs, adapted to the engine's arguments."""
+    if arguments_of(name).captures_graphs(engine_args):
+        return dict(platform_env)
+    adapted = {variable: _WITHOUT_GRAPHS.get(variable, value) for variable, value in platform_env.items()}
+    return {variable: value for variable, value in adapted.items() if value is not None}
 
 
 def package_folder(package: str) -> Path | None:

@@ -46,6 +46,13 @@ NEEDED = {
         "engines that sleep cannot use expandable segments", r"(?!.*expandable_segments\s*:\s*true).*"
     ),
     ("TASK_QUEUE_ENABLE", "1"): _needs("graphs are not captured at 2", "[01]"),
+    ("ASCEND_LAUNCH_BLOCKING", "0"): _needs(
+        "graphs are not captured at 1; rollout.engine_args.enforce_eager=true (SGLang: disable_cuda_graph) runs without graphs",
+        "0?",
+    ),
+    ("RANK_TABLE_FILE", ""): _needs(
+        "a rank table describes one group of all devices, and trainers and engines form several groups", ""
+    ),
     ("VLLM_ASCEND_ENABLE_NZ", "0"): _needs("weights in NZ format cannot be updated", "0"),
     ("VLLM_BATCH_INVARIANT", "1"): _needs("train.deterministic needs samples that do not depend on the batch", "1"),
     ("HCCL_DETERMINISTIC", "strict"): _needs(_FIXED_ORDER, "strict"),

@@ -74,6 +74,7 @@ class NPUPlatform(Platform):
             "HCCL_CONNECT_TIMEOUT": str(min(max(math.ceil(timeout), 120), 7200)),
             "HCCL_EXEC_TIMEOUT": str(math.ceil(timeout)),
             **_MANY_PROCESSES,
+            **_MANY_GROUPS,
         }
 
     def deterministic_env(self) -> dict[str, str]:
@@ -89,12 +90,15 @@ class NPUPlatform(Platform):
         return {
             # vllm-ascend's sleep mode rejects expandable segments, which an engine under torchrun would inherit.
             "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",
-            "TASK_QUEUE_ENABLE": "1",  # 2 is incompatible with ACL graphs
+            # torch_npu captures no graphs at 2, vllm-ascend none at 1 (`rollout_env` of megarl/engines/__init__.py).
+            "TASK_QUEUE_ENABLE": "1",
+            "ASCEND_LAUNCH_BLOCKING": "0",
             "HCCL_CONNECT_TIMEOUT": "3600",
             "HCCL_EXEC_TIMEOUT": "3600",
             "HCCL_OP_EXPANSION_MODE": "AIV",
             "VLLM_ASCEND_ENABLE_NZ": "0",  # weights keep their layout, which in-place updates need
             **_MANY_PROCESSES,
+            **_MANY_GROUPS,
         }
 
     def deterministic_rollout_env(self) -> dict[str, str]:
@@ -157,6 +161,9 @@ _GROUPS = itertools.count()
 
 # Trainer and engine share a device when colocated: without ranges both bind HCCL's default port.
 _MANY_PROCESSES = {ports.variable: ports.default for ports in NPU.port_ranges}
+# With a rank table, torch_npu forms the default group of each process from it, whatever ranks it has. It ignores ""
+# (ProcessGroupHCCL::createHCCLCommEx).
+_MANY_GROUPS = {"RANK_TABLE_FILE": ""}
 
 
 @contextlib.contextmanager

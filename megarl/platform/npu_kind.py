@@ -18,6 +18,7 @@ from megarl.platform.version_sets import BuiltAgainst, Displaced, VersionSet
 
 # Keys of a set's `system`: the CANN version, the oldest driver that works with it, and the driver released with it.
 CANN, DRIVER, RELEASED_WITH = "CANN", "driver (HDK), at least", "driver (HDK), released with"
+SHARES_MEMORY = "25.3.rc1"  # the oldest driver with which verl lets processes share device memory (IPC)
 
 _CANN_9_1 = VersionSet(
     "CANN 9.1.0",

@@ -143,7 +143,7 @@ def test_the_table_of_the_environment() -> None:
     table = {row[0].strip("`"): row[1:3] for row in rows(table_text)}
     assert table.pop(platform.kind.visible) == ["its device", "its devices"]
     for column, environ in enumerate(roles):
-        shown = {name: cells[column] for name, cells in table.items() if cells[column] != "-"}
+        shown = {name: cells[column].strip('"') for name, cells in table.items() if cells[column] != "-"}
         assert shown == environ
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -145,6 +146,60 @@ def test_the_environment_of_the_steps(tmp_path, file, machine, soc):
     assert values[:2] == [soc, have["TORCH"]]
     assert values[2].startswith(f"/driver:{have['CANN_HOME']}/")  # the stub of the driver comes after the driver
     assert "devlib" not in (tmp_path / "ascend_env.sh").read_text()
+
+
+def test_role_variables_survive_the_shells_of_the_image(tmp_path):
+    """Ray starts a worker by `bash -c` with the role's variables; NNAL's set_env.sh sets some of them without a condition."""
+    (step,) = [step for step in STEPS if "> build_env.sh" in step]
+    step = step.replace("/etc/bash.bashrc", "bash.bashrc").replace("/usr/local/Ascend", str(tmp_path))
+    shutil.copytree(FILES[0].parent, tmp_path / "npu_versions")
+    assert bash(step, tmp_path, CANN="9.1.0", MACHINE="a3", PATH=os.environ["PATH"]).returncode == 0
+    for folder, line in (
+        ("ascend-toolkit", "export ASCEND_HOME_PATH=/cann"),
+        ("nnal/atb", "export LCCL_DETERMINISTIC=0"),
+    ):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "set_env.sh").write_text(line + "\n")
+    show = 'echo "$ASCEND_HOME_PATH $LCCL_DETERMINISTIC"'
+    environ = {"BASH_ENV": str(tmp_path / "ascend_env.sh")}
+    first = bash(f"{show}; LCCL_DETERMINISTIC=1 {BASH} -c '{show}'", tmp_path, **environ)
+    assert first.stdout.splitlines() == ["/cann 0", "/cann 1"], first.stderr
+    # `docker exec` starts a shell with the image's variables alone: it reads the files.
+    assert bash(show, tmp_path, **environ).stdout == "/cann 0\n"
+
+
+def test_the_mirror_of_gitcode_serves_the_submodules_of_vllm_ascend(tmp_path):
+    (step,) = [step for step in STEPS if "submodule update" in step]
+    command = re.search(r"git (-c \S+ )?-C vllm-ascend submodule update --init --recursive", step)[0]
+    setup = """
+        export GIT_AUTHOR_NAME=a GIT_AUTHOR_EMAIL=a GIT_COMMITTER_NAME=a GIT_COMMITTER_EMAIL=a HOME=$PWD
+        git init -q mirror/cann/catlass.git && git -C mirror/cann/catlass.git commit -q --allow-empty -m catlass
+        git init -q vllm-ascend && cd vllm-ascend
+        git config -f .gitmodules submodule.catlass.path catlass
+        git config -f .gitmodules submodule.catlass.url https://gitcode.com/cann/catlass.git
+        git update-index --add --cacheinfo "160000,$(git -C ../mirror/cann/catlass.git rev-parse HEAD),catlass"
+    """
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "GIT_ALLOW_PROTOCOL": "file"}
+    assert bash(setup, tmp_path, **environ).returncode == 0
+    done = bash(command, tmp_path, GITCODE=f"file://{tmp_path}/mirror", **environ)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "vllm-ascend/catlass/.git").exists()
+
+
+def test_a_build_without_the_batch_invariant_operators_ends_with_a_message(tmp_path):
+    """vllm-ascend's script needs curl and unzip, and returns 0 where it installed nothing."""
+    (step,) = [step for step in STEPS if "VLLM_BATCH_INVARIANT" in step]
+    packages = next(step for step in STEPS if "apt-get install" in step).split()
+    assert {"curl", "unzip"} <= set(packages)
+    check = re.search(r'if \[ "\$\{BATCH_INVARIANT\}" = 1 \].*', step)[0]
+    environ = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = bash(check, tmp_path, BATCH_INVARIANT="1", **environ)
+    assert done.returncode == 1
+    assert "batch_invariant_ops is not installed" in done.stderr
+    assert bash(check, tmp_path, BATCH_INVARIANT="0", **environ).returncode == 0
+    (tmp_path / "batch_invariant_ops").mkdir()
+    (tmp_path / "batch_invariant_ops/__init__.py").write_text("raise RuntimeError('no device')")
+    assert bash(check, tmp_path, BATCH_INVARIANT="1", **environ).returncode == 0
 
 
 def hadolint(*files: Path) -> list[dict[str, object]]:

@@ -19,6 +19,7 @@ import torch
 from megarl import load_recipe, platform
 from megarl.engines import engine_env, rollout_env
 from megarl.engines.specs import policy_spec
+from megarl.errors import RecipeError
 from megarl.megatron.model import build as models
 from megarl.platform import environment
 from megarl.platform.cpu import CPUPlatform
@@ -195,6 +196,8 @@ def test_a_users_variable_is_kept_with_a_notice() -> None:
         ("TASK_QUEUE_ENABLE", "2", {}, "1"),
         ("TASK_QUEUE_ENABLE", "1", {"enforce_eager": True, "disable_cuda_graph": True}, "1"),
         ("HCCL_EXEC_TIMEOUT", "77", {}, "77"),
+        ("ASCEND_LAUNCH_BLOCKING", "1", {}, "0"),
+        ("RANK_TABLE_FILE", "/user/serverid/devindex/config/hccl.json", {}, ""),
     ],
 )
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -213,6 +216,28 @@ def test_an_engines_variables_agree_with_its_notice(engine, variable, value, eng
     ]
     assert len(matching) == 1 and ("which is kept" in matching[0]) == (has == value)
     assert has == value or f"overridden: engines get {variable}={has}, since " in matching[0]
+
+
+@pytest.mark.parametrize(("engine", "eager"), [("vllm", "enforce_eager"), ("sglang", "disable_cuda_graph")])
+def test_an_engine_with_graphs_refuses_blocking_launches(engine: str, eager: str) -> None:
+    """vllm-ascend ends the start of an engine ("ACL graph is incompatible with ASCEND_LAUNCH_BLOCKING=1")."""
+    blocking, platform = {"ASCEND_LAUNCH_BLOCKING": "1"}, NPUPlatform()
+    engines = rollout_env(engine, platform.rollout_env(), {})
+    with pytest.raises(RecipeError, match=rf"(?s)engines.ASCEND_LAUNCH_BLOCKING = '1'.*{eager}"):
+        RoleSettings("engines", engines, blocking).check()
+    without_graphs = RoleSettings("engines", rollout_env(engine, platform.rollout_env(), {eager: True}), blocking)
+    assert without_graphs.environment({})["ASCEND_LAUNCH_BLOCKING"] == "1" and without_graphs.notices(blocking) == []
+    trainers = RoleSettings("trainers", platform.trainer_env(60), blocking)
+    assert trainers.environment({})["ASCEND_LAUNCH_BLOCKING"] == "1"
+
+
+def test_no_role_forms_its_groups_from_a_sites_rank_table() -> None:
+    shell, platform = {"RANK_TABLE_FILE": "/job/hccl.json"}, NPUPlatform()
+    for role, defaults in (("trainers", platform.trainer_env(60)), ("engines", platform.rollout_env())):
+        settings = RoleSettings(role, defaults)
+        assert settings.environment(shell)["RANK_TABLE_FILE"] == ""
+        (notice,) = settings.notices(shell)
+        assert f"overridden: {role} get RANK_TABLE_FILE=, since a rank table describes one group" in notice
 
 
 def test_a_users_variable_does_not_disable_determinism() -> None:

@@ -56,6 +56,7 @@ class Needs:
     )  # size of a weight-sync bucket: weight_sync.bucket_mb, or the largest tensor if that is larger
     sync_ranks: int = 0  # ranks of the whole run with buckets of their own; 0: full weight sync, by one per machine
     shared_memory: bool = True  # the weight sync may use /dev/shm
+    device_memory: bool = False  # weight_sync.transport is ipc: processes map each other's device memory
     checkpoint_bytes: int = 0  # size of one checkpoint; 0: unknown
     checkpoints: int = 0  # checkpoints on disk at the same time, with the one in progress
     sandbox: str = ""  # scorer or tool that needs the sandbox; "": none

@@ -18,7 +18,7 @@ from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.machine import Machine
 from megarl.commands.doctor.platform_detection import busy, platform_of
 from megarl.commands.doctor.versions import nearest_set
-from megarl.platform.npu_kind import CANN, DRIVER, NPU, RELEASED_WITH
+from megarl.platform.npu_kind import CANN, DRIVER, NPU, RELEASED_WITH, SHARES_MEMORY
 from megarl.platform.version_sets import VersionSet
 
 ASCEND = "/usr/local/Ascend"
@@ -98,7 +98,7 @@ def nnal(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 @check(
     "npu driver",
-    "the driver (`/usr/local/Ascend/driver/version.info`) supports the set's CANN (else the finding names a set that it supports); /dev has the managers' files",
+    "the driver (`/usr/local/Ascend/driver/version.info`) supports the set's CANN (else the finding names a set that it supports) and `weight_sync.transport: ipc`; /dev has the managers' files",
 )
 def driver(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if not applies_to(machine, needs):
@@ -117,6 +117,11 @@ def driver(machine: Machine, needs: Needs) -> Iterator[Finding]:
         )
         return
     yield _compare_driver(machine, version)
+    if needs.device_memory and _release(version) < _release(SHARES_MEMORY):
+        yield warning(
+            f"driver {version}; weight_sync.transport=ipc needs {SHARES_MEMORY} or later to share device memory",
+            f"update the driver to {SHARES_MEMORY} or later, or set weight_sync.transport=auto",
+        )
 
 
 @check("npu health", "`npu-smi info`: all chips are OK and have a file in /dev; no other process uses their memory")
@@ -155,6 +160,9 @@ def environment(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if "expandable_segments:true" in setting.lower().replace(" ", "") and needs.engines:
         remedy = "unset PYTORCH_NPU_ALLOC_CONF: megarl sets it for trainers only, and overrides it for engines"
         yield warning(f"PYTORCH_NPU_ALLOC_CONF={setting}, which vllm-ascend's sleep mode rejects", remedy)
+    if table := machine.environ.get("RANK_TABLE_FILE"):
+        text = f"RANK_TABLE_FILE={table}: it describes one group of all devices, and megarl's processes form several"
+        yield warning(text, "unset RANK_TABLE_FILE: megarl empties it for trainers and engines")
     if machine.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         yield warning("TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch does not load torch_npu automatically", "unset it")
 

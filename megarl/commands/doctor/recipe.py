@@ -56,6 +56,7 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
         bucket_bytes=bucket_bytes,
         sync_ranks=sync_ranks,
         shared_memory=recipe.weight_sync.transport in HOST_MEMORY_TRANSPORTS,
+        device_memory=recipe.weight_sync.transport == "ipc",
         checkpoint_bytes=checkpoint_bytes(recipe, sum(sizes)),
         checkpoints=checkpoints_at_a_time(recipe.train),
         sandbox=runs[0] if runs else "",

@@ -48,9 +48,9 @@ _OWNED = {
 }
 
 
-def task_queue(engine_args: Mapping[str, Any]) -> str:
-    """Return TASK_QUEUE_ENABLE; see `megarl.engines.vllm.ascend.task_queue`."""
-    return "2" if engine_args.get("disable_cuda_graph") else "1"
+def captures_graphs(engine_args: Mapping[str, Any]) -> bool:
+    """Return True if SGLang captures graphs with these arguments, as by default."""
+    return not engine_args.get("disable_cuda_graph")
 
 
 def required_environment(

@@ -14,7 +14,7 @@ from packaging.version import Version
 from megarl.engines import check_argument, package_folder
 from megarl.engines.base import EngineLimits, EngineSpec, EngineTraces
 from megarl.engines.vllm import ascend, changing_weights, fp32_head, lora, quantization
-from megarl.engines.vllm.ascend import task_queue as task_queue
+from megarl.engines.vllm.ascend import captures_graphs as captures_graphs
 from megarl.engines.vllm.dispatch_buffers import DEFAULT_MB, dispatch_buffer
 from megarl.engines.vllm.images import image_args
 from megarl.engines.vllm.scheduling import needs_synchronous_scheduling

@@ -216,11 +216,6 @@ def captures_graphs(engine_args: Mapping[str, Any]) -> bool:
     return not engine_args.get("enforce_eager") and str(mode or "graphs").upper() != "NONE"
 
 
-def task_queue(engine_args: Mapping[str, Any]) -> str:
-    """Return TASK_QUEUE_ENABLE: 2 is faster, but torch_npu captures no graphs with it."""
-    return "1" if captures_graphs(engine_args) else "2"
-
-
 # --- weights that change ------------------------------------------------------------------------
 
 

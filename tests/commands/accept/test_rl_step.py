@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from megarl.cluster.failures import CallFailed
 from megarl.commands.accept import cut
 from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.settings import Settings
@@ -139,6 +140,21 @@ class TestWeightSync:
         with pytest.raises(RuntimeError, match="other bytes"):
             self.of(monkeypatch, context, None, RuntimeError("got other bytes than trainer 0 sent"))
         assert "both sides agree on an update" in failed(context)[0] and "other bytes" in failed(context)[0]
+
+    def test_memory_that_a_trainer_cannot_share_is_not_run(self, monkeypatch, context):
+        """An old driver creates no handle. The other transports are tested."""
+
+        class Reader:
+            def __init__(self, *_: Any, **__: Any) -> None: ...
+            def stop(self) -> None: ...
+
+        unshared: Future[Any] = Future()
+        unshared.set_exception(CallFailed("trainer 0: _share_npu_: error code is 507899"))
+        monkeypatch.setattr(weight_sync, "LocalService", Reader)
+        trainers = SimpleNamespace(services=[SimpleNamespace(call=lambda *_: unshared)])
+        assert not weight_sync._maps_memory(context, "dense: sharded by ipc", trainers)  # type: ignore[arg-type]
+        (check,) = context.checks
+        assert (check.verdict, check.name) == ("NOT RUN", "dense: sharded by ipc") and "_share_npu_" in check.cause
 
     def test_dead_trainer_is_named_by_its_rank(self):
         assert weight_sync.names_trainer("trainer 1 is silent for 30 s", 1)

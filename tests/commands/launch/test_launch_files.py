@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import yaml
 from megarl.cluster.process import free_port
 from megarl.commands.launch.topology import read_topology
 from megarl.preflight.load import load_recipe
+from megarl.recipe.schema import Recipe
 from tests.support.cluster_workers import ROOT, alive, descendants, wait_until
 
 BASH = shutil.which("bash")
@@ -138,6 +140,13 @@ def test_slurm_without_a_container_runs_in_an_old_bash():
     assert script.count("container[@]") == 2 and '${container[@]+"${container[@]}"}' in script
 
 
+def test_slurms_example_of_a_container_has_the_mounts_of_the_other_launcher():
+    (line,) = [line for line in (LAUNCH / "slurm.sh").read_text().splitlines() if "apptainer exec" in line]
+    bound = line.split("--bind ")[1].split()[0].split(",")
+    mounts = re.search(r"^    mounts=\((/usr.*)\)$", (LAUNCH / "container.sh").read_text(), re.M)[1].split()
+    assert set(mounts) <= set(bound)
+
+
 # --- Kubernetes ---------------------------------------------------------------------------------
 
 
@@ -217,6 +226,7 @@ def check_pod(pod, devices, device):
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
     assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+    assert pod["terminationGracePeriodSeconds"] > Recipe().train.grace_seconds + 20  # a save after it, and the end
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert "/dev/shm" in mounts and ("/usr/local/Ascend/driver" in mounts) == (device == "npu")
 

@@ -147,18 +147,19 @@ def _record_checks(pair: _Pair, name: str, mib: float, seconds: float) -> None:
 def _maps_memory(context: StageContext, name: str, trainers: LocalRanks) -> bool:
     """Return True if another process can map a trainer's memory, as engines do with `weight_sync.transport: ipc`.
 
-    Otherwise add a check: NOT RUN if the memory cannot be mapped (a container may forbid it), FAIL if it has wrong bytes.
+    Otherwise add a check: NOT RUN if the memory cannot be shared (an old driver) or mapped (a container may forbid it), FAIL
+    if it has wrong bytes.
     If the recipe uses this transport, return True without a test: the update then fails with the reason.
     """
     if context.recipe is not None and context.recipe.weight_sync.transport == "ipc":
         return True
     context.doing("mapping a trainer's memory in another process")
-    handle = timed(trainers.services[0].call("share_memory", PROBED))[0]
     log = context.folder / "reader.log"
     # Like an engine, the reader does not see the trainer's device if there are several.
     env = rank_environment(context) | visible(context, [context.settings.devices - 1])
     reader = LocalService(READER, (context.device,), name="memory reader", log=log, env=env)
     try:
+        handle = timed(trainers.services[0].call("share_memory", PROBED))[0]
         read = timed(reader.call("read", handle))[0]
     except CallFailed as error:
         context.not_run(name, " ".join(str(error).split()))
