@@ -10,19 +10,34 @@ extra=${1:-}   # "dev": also what the tests need
 files=("$root/launch/requirements-cpu.txt")
 if [ "$extra" = dev ]; then files+=("$root/launch/requirements-dev.txt"); fi
 
-if [ ! -x "$venv/bin/python" ]; then
+has_locked_packages() { # sets version; the locked packages have wheels for these versions alone
+  version=$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || version="not found"
+  case $version in 3.11 | 3.12) ;; *) return 1 ;; esac
+}
+if "$venv/bin/python" -m pip --version > /dev/null 2>&1; then
+  if ! has_locked_packages "$venv/bin/python"; then
+    echo "the locked packages need Python 3.11 or 3.12, and the environment $venv has $version." \
+      "Remove it, or name another folder: MEGARL_VENV=/path/to/environment" >&2
+    exit 2
+  fi
+else
+  # An environment without pip was interrupted while it was made, or its maker adds none (uv). It is made again from nothing.
+  clear=()
+  if [ -f "$venv/pyvenv.cfg" ]; then
+    clear=(--clear)
+  elif [ -x "$venv/bin/python" ]; then
+    echo "$venv/bin/python has no pip, and $venv is no virtual environment, which would be made again." \
+      "Install pip there, or name another folder: MEGARL_VENV=/path/to/environment" >&2
+    exit 2
+  fi
   python=${MEGARL_PYTHON:-$(command -v python3.11 || command -v python3.12 || command -v python3 || true)}
-  version=$("${python:-python3}" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || version="not found"
-  case $version in
-    3.11 | 3.12) ;;
-    *)
-      echo "the locked packages need Python 3.11 or 3.12, and ${python:-python3} is $version." \
-        "Install one of them, and name it: MEGARL_PYTHON=/path/to/python3.11 (vLLM 0.32 needs at least 3.11)" >&2
-      exit 2
-      ;;
-  esac
-  echo "making a virtual environment in $venv with $("$python" --version)"
-  "$python" -m venv "$venv"
+  if ! has_locked_packages "${python:-python3}"; then
+    echo "the locked packages need Python 3.11 or 3.12, and ${python:-python3} is $version." \
+      "Install one of them, and name it: MEGARL_PYTHON=/path/to/python3.11 (vLLM 0.32 needs at least 3.11)" >&2
+    exit 2
+  fi
+  echo "making a virtual environment in $venv with $("$python" --version)${clear:+, since the one there has no pip}"
+  "$python" -m venv ${clear[@]+"${clear[@]}"} "$venv"
 fi
 for file in "${files[@]}"; do
   stamp=$venv/installed-$(basename "$file")

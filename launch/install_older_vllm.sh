@@ -9,7 +9,9 @@ version=${1:-0.23}
 venv=${MEGARL_VENV:-$root/.venv}
 older=$venv-vllm-$version
 lock=$root/launch/requirements-cpu-vllm-$version
-needed=8  # GB of disk, wheels included
+needed=8  # GB of disk while pip installs: wheels, and kernels that are removed afterwards
+size=3.3  # GB of the environment with torch's CUDA build
+if [ "$version" = 0.18 ]; then size=4.9; fi
 
 stop() { # the test that needs the environment prints the reason
   mkdir -p "$older"
@@ -24,8 +26,8 @@ install() { "$venv/bin/python" -m pip --python "$older/bin/python" install --qui
 if cat "$lock.txt" "$lock-cuda.txt" | cmp -s - "$older/installed.txt"; then exit 0; fi
 rm -rf "$older"
 free=$(df --output=avail --block-size=1G "$(dirname "$older")" | tail -1)
-if [ "$free" -lt $needed ]; then stop "it takes $needed GB of disk to install, and $free GB are free"; fi
-echo "making an environment with vLLM $version in $older; a first time takes minutes and up to 5 GB"
+if [ "$free" -lt $needed ]; then stop "it takes $needed GB of disk while pip installs, and $free GB are free"; fi
+echo "making an environment with vLLM $version in $older; a first time takes minutes and up to $size GB ($needed GB while pip installs)"
 "$venv/bin/python" -m venv --without-pip "$older"
 where='import sysconfig; print(sysconfig.get_path("purelib"))'
 packages=$("$older/bin/python" -c "$where")

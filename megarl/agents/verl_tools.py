@@ -97,9 +97,7 @@ def _maker(entry: dict[str, Any], place: str) -> Callable[[], Any]:
 
 def class_of(path: Any, place: str, base: str, methods: Sequence[str]) -> Any:
     """Import the class of an entry, which has the `methods` of verl's `base`. Raises ValueError if there is none."""
-    if not isinstance(path, str) or "." not in path:
-        raise ValueError(f"{place}: class_name is {path!r}, not module.Class")
-    module_name, _, name = path.rpartition(".")
+    module_name, name = module_and_class(path, place)
     try:
         class_ = getattr(import_user_module(module_name), name)
     except Exception as error:
@@ -111,6 +109,14 @@ def class_of(path: Any, place: str, base: str, methods: Sequence[str]) -> Any:
     if missing:
         raise ValueError(f"{place}: {path} is not derived from verl's {base}: it has no {', '.join(missing)}")
     return class_
+
+
+def module_and_class(path: Any, place: str) -> tuple[str, str]:
+    """Return the module and the name of an entry's class. Raises ValueError if `path` is not ``module.Class``."""
+    if not isinstance(path, str) or "." not in path:
+        raise ValueError(f"{place}: its class is {path!r}, not module.Class")
+    module_name, _, name = path.rpartition(".")
+    return module_name, name
 
 
 def _described(make: Callable[[], Any], place: str) -> Tool:

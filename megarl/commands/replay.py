@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -167,7 +168,8 @@ def _not_repeated_lines(recorded: RunDirectory, last: Start) -> Iterator[str]:
     )
     for span in filter(None, last.not_repeated):
         text = spans_text(span)
-        yield f"  {text}: {command_name()} replay {shown(recorded.path)} --bundle step.tar --step {span[-1]}"
+        run = shlex.quote(str(shown(recorded.path)))
+        yield f"  {text}: {command_name()} replay {run} --bundle step.tar --step {span[-1]}"
 
 
 def first_checkpoint(recorded: RunDirectory, segment: TapeSegment, resume: str) -> Path | None:

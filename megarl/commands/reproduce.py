@@ -69,13 +69,14 @@ def reproduce(run: Path, name: str | None, overrides: Sequence[str], *, only_pri
             f"runs_dir={target.path.parent}",
             f"train.resume={_resume(recorded, recipe.train.resume)}",
         ]
-        arguments = ["-m", "megarl", "train", str(shown(recorded.recipe)), *overrides, *settings]
+        arguments = ["train", str(shown(recorded.recipe)), *overrides, *settings]
         lines = [*_facts(recorded, summary), *_comparison_lines(_compare(recorded, summary, recipe))]
     print(*lines, sep="\n", file=sys.stderr if only_print else sys.stdout, flush=True)
     if only_print:
-        print(shlex.join(["python", *arguments]))
+        print(f"{command_name()} {shlex.join(arguments)}")
         return 0
-    status = run_child([sys.executable, *arguments], os.environ, stop_seconds=STOP_SECONDS + recipe.train.grace_seconds)
+    command = [sys.executable, "-m", "megarl", *arguments]
+    status = run_child(command, os.environ, stop_seconds=STOP_SECONDS + recipe.train.grace_seconds)
     if status == 0:
         print(*_metrics_lines(recorded, target), sep="\n")
     return status
@@ -200,5 +201,6 @@ def _metrics_lines(recorded: RunDirectory, target: RunDirectory) -> Iterator[str
     elif not differing:
         yield f"the metrics of {len(common)} steps are bitwise equal to the run's (times, rates and memory left out)"
     else:
+        runs = shlex.join([str(shown(recorded.path)), str(shown(target.path))])
         yield f"{len(differing)} metrics differ, the first: {differing[0]}"
-        yield f"compare the curves: {command_name()} compare {shown(recorded.path)} {shown(target.path)}"
+        yield f"compare the curves: {command_name()} compare {runs}"

@@ -11,7 +11,7 @@ from megarl import platform as platforms
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
-from megarl.errors import NotHereError, RecipeError, as_recipe_error, errors_of
+from megarl.errors import NotHereError, RecipeError, as_recipe_error, command_name, errors_of
 from megarl.hf import hub, published, weights
 from megarl.hf.adapters import adapter_faults
 from megarl.hf.config import context_length, text_fields
@@ -33,11 +33,9 @@ from megarl.recipe.trainers import LoraConfig, ModelConfig
 
 Config = dict[str, Any]
 POLICY, CRITIC, JUDGE_PATH = "model.path", "critic.model_path", "judge.path"
-_MAKE_DATA = "megarl data quickstart --out data/quickstart"
-_REMEDIES = {  # for a missing model directory, by the last parts of its path
-    "data/quickstart/model": f"run `{_MAKE_DATA}` to make it",
-    "runs/quickstart-sft/hf": f"run `{_MAKE_DATA}`, then `megarl train recipes/quickstart_sft.yaml` to train it; "
-    "or run launch/quickstart.sh, which does both",
+_REMEDIES = {  # for a missing model directory, by the last parts of its path; an argument is the command
+    "data/quickstart/model": "run `{} data quickstart --out data/quickstart` to make it",
+    "runs/quickstart-sft/hf": "run `{} quickstart`, which makes it and trains it further",
 }
 
 
@@ -123,9 +121,9 @@ def _fetch_config(key: str, name: hub.HubName) -> str:
 def _missing_remedy(path: str) -> str:
     """Return the remedy for the missing model directory `path`."""
     end = "/".join(Path(path).parts[-3:])
-    return _REMEDIES.get(
-        end, "give the model's Hugging Face directory, with its config.json, or a name on the hub (OWNER/NAME)"
-    )
+    if end in _REMEDIES:
+        return _REMEDIES[end].format(command_name())
+    return "give the model's Hugging Face directory, with its config.json, or a name on the hub (OWNER/NAME)"
 
 
 LARGEST_SIZES = {

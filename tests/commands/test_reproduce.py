@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ def write_metrics(run: RunDirectory, rewards: Sequence[float]) -> None:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Recorded:
-    return Recorded(tmp_path)
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    return Recorded(folder)
 
 
 def printed(capsys: pytest.CaptureFixture[str], run: Path, *overrides: str, name: str | None = None) -> tuple[str, str]:
@@ -76,6 +79,15 @@ def test_print_names_the_command(recorded: Recorded, capsys: pytest.CaptureFixtu
         in differences
     )
     assert "not as in the run" not in differences and "not compared" not in differences
+
+
+def test_print_names_the_command_of_an_installed_wheel(
+    recorded: Recorded, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uv tool and pipx install no module for the user's python."""
+    monkeypatch.setattr(sys, "argv", ["/some/bin/megarl"])
+    out, _ = printed(capsys, recorded.run.path)
+    assert shlex.split(out)[:3] == ["megarl", "train", str(recorded.run.recipe)]
 
 
 def test_differences_are_listed(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +228,11 @@ def test_the_run_is_repeated_and_compared(
     monkeypatch.setattr(command, "run_child", run_child)
     assert reproduce(recorded.run.path, "again", [], only_print=False) == 0
     assert commands[0][-3:] == ["name=again", f"runs_dir={recorded.folder / 'runs'}", "train.resume=never"]
-    assert expected in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert expected in text
+    if "differ" in expected:
+        *_, verb, before, after = shlex.split(text.splitlines()[-1])
+        assert (verb, before, after) == ("compare", str(recorded.run.path), f"{recorded.folder}/runs/again")
 
 
 def test_the_status_of_a_failed_training(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
-"""docs/hub.md: its first recipe, and its output of `megarl model check`."""
+"""docs/hub.md: its first recipe, and its output of `megarl model check`; commands of `hf` on all pages."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,22 @@ def test_the_model_check(capsys: pytest.CaptureFixture[str], tmp_path: Path, mon
         server.model("Qwen/Qwen3-8B").commit({"config.json": json.dumps(config).encode(), "model.safetensors": b""})
         assert app(args=["model", "check", "Qwen/Qwen3-8B"], standalone_mode=False) == 0
     assert capsys.readouterr().out == shown
+
+
+def downloads() -> list[list[str]]:
+    """Return the arguments of each `hf download` in the code blocks of all pages."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    lines = [
+        line for page in pages for line in page.read_text().splitlines() if re.match(r"(\S.* )?hf download \S+/", line)
+    ]
+    return [shlex.split(line.partition("hf download")[2], comments=True) for line in lines]
+
+
+def test_downloads_name_one_repository() -> None:
+    """hf takes one pattern per option; a further one is the name of a file, with which it ignores the patterns."""
+    from huggingface_hub.cli.hf import app
+
+    command = app.commands["download"].materialize()  # type: ignore[attr-defined]
+    contexts = [command.make_context("download", words) for words in downloads()]
+    assert len(contexts) > 10 and not any(context.params["filenames"] for context in contexts)
+    assert ("*.bin", "*.pt") in [tuple(context.params["exclude"] or ()) for context in contexts]

@@ -127,15 +127,16 @@ def test_a_damaged_config_is_refused_in_seconds(tmp_path: Path, content: str, wo
 def test_a_missing_quickstart_model_names_the_command_to_make_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a fresh clone, the remedy must not name the recipe that needs the model."""
+    """The remedy names neither the recipe that needs the model nor files of a clone, which an installed wheel lacks."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/some/bin/megarl"])
     advice = {}
     for path in ("data/quickstart/model", "runs/quickstart-sft/hf", "models/Qwen3-8B"):
         with pytest.raises(RecipeError, match="the directory does not exist") as error:
             read_hf_config(str(tmp_path / path))
         advice[path] = error.value.remedy
     assert advice["data/quickstart/model"] == "run `megarl data quickstart --out data/quickstart` to make it"
-    assert "megarl train recipes/quickstart_sft.yaml" in advice["runs/quickstart-sft/hf"]
+    assert advice["runs/quickstart-sft/hf"] == "run `megarl quickstart`, which makes it and trains it further"
     assert "quickstart" not in advice["models/Qwen3-8B"]
     assert load_recipe(str(ROOT / "recipes" / SFT_RECIPE)).model.path.endswith("data/quickstart/model")
     assert load_recipe(str(ROOT / "recipes" / RL_RECIPE)).model.path.endswith("runs/quickstart-sft/hf")

@@ -87,7 +87,7 @@ def loops_of_file(
     """Return the loops of a YAML file as one, which is the row's. Raises ValueError for a file or class that cannot be used."""
     config = _config(arguments, verl)
     makers: dict[str, _Maker] = {}
-    for number, entry in enumerate(_entries(Path(file))):
+    for number, entry in enumerate(loop_entries(Path(file))):
         place = f"{file}, loop {number + 1}"
         name, target = entry.get("name"), entry.get("_target_")
         if not isinstance(name, str) or name in makers:
@@ -113,7 +113,8 @@ def loops_of_file(
     return AgentLoopClass(Path(file).name, create)
 
 
-def _entries(file: Path) -> list[dict[str, Any]]:
+def loop_entries(file: Path) -> list[dict[str, Any]]:
+    """Return the entries of a YAML file of loops, with OmegaConf's references resolved. Raises ValueError for another file."""
     from omegaconf import OmegaConf
 
     try:

@@ -5,6 +5,7 @@
     bundle.json            `Description`
     recorded/              a run directory: tape/, recipe.resolved.yaml, metrics.jsonl, the checkpoint that the step starts from
     files/                 model/, data/0/train.parquet, ...: what the recipe names. Its paths are relative to the bundle
+    files/functions/       files of scorers, tools, interactions and loops that the recipe names: Python, and YAML of verl
     modules/               Python modules that the recipe names, and the local modules that they import
 """
 
@@ -19,8 +20,10 @@ from megarl import __version__
 from megarl.platform.installed import installed_versions
 
 BUNDLE_FORMAT = 1
+ENDING = ".tar"
 DESCRIPTION = "bundle.json"
 RECORDED, FILES, MODULES = "recorded", "files", "modules"
+FUNCTIONS = "functions"  # below FILES
 
 
 @dataclass(frozen=True)

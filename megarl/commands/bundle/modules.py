@@ -10,47 +10,79 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
-from megarl.recipe.schema import Recipe, RewardConfig
+from megarl.recipe.schema import Recipe
+
+_YAML = (".yaml", ".yml")
 
 
 def named_modules(recipe: Recipe) -> dict[str, str]:
-    """Return the user's modules that a recipe names, each with a setting that names it. Files of functions are not modules."""
+    """Return the user's modules that a recipe names, each with a setting that names it. Files are not modules."""
     named = {module: "algorithm.modules" for module in recipe.algorithm.modules}
-    named |= {_module_of(tool): "agent.tools" for tool in recipe.agent.tools if ":" in tool}
-    if recipe.agent.interaction and ":" in recipe.agent.interaction:
-        named[_module_of(recipe.agent.interaction)] = "agent.interaction"
-    if recipe.agent.loop and ":" in recipe.agent.loop:
-        named[_module_of(recipe.agent.loop)] = "agent.loop"
-    named |= {_module_of(name): "reward" for name in recipe.reward.own_functions}
-    return {module: key for module, key in named.items() if not module.endswith(".py")}
+    named |= {_module_of(function): setting for function, setting in _named_functions(recipe)}
+    return {module: setting for module, setting in named.items() if not module.endswith((".py", *_YAML))}
 
 
-def function_files(reward: RewardConfig) -> list[str]:
-    """Return the files of scorers that the recipe names as `file.py:function`."""
-    return [file for name in reward.own_functions if (file := _module_of(name)).endswith(".py")]
+def named_files(recipe: Recipe) -> list[tuple[str, str]]:
+    """Return each file with code that the recipe names, with its setting: `file.py` of functions and classes, and YAML of verl."""
+    files = [(_module_of(function), setting) for function, setting in _named_functions(recipe)]
+    return [(file, setting) for file, setting in files if file.endswith((".py", *_YAML))]
+
+
+def _named_functions(recipe: Recipe) -> list[tuple[str, str]]:
+    """Return the user's functions and classes (`module:name`, `file.py:name`) and YAML files, each with its setting."""
+    agent = recipe.agent
+    named = [(tool, "agent.tools") for tool in agent.tools]
+    named += [(agent.interaction or "", "agent.interaction"), (agent.loop or "", "agent.loop")]
+    named += [(name, "reward") for name in recipe.reward.own_functions]
+    return [(name, setting) for name, setting in named if ":" in name or name.endswith(_YAML)]
 
 
 def local_files(recipe: Recipe, roots: Sequence[Path] | None = None) -> tuple[dict[str, Path], list[str]]:
     """Return the files of local modules by their path below their root, and installed modules that the recipe names.
 
     `roots`: folders to search, in order; None: the current folder and the entries of PYTHONPATH. Packages' `__init__.py`
-    are among the files. Raises ValueError for a module that the recipe names and that is not found.
+    are among the files. Raises ValueError for a module or a file that the recipe names and that is not found.
     """
     roots = search_roots() if roots is None else roots
+    named = named_modules(recipe)
+    imported: list[str] = []
+    for file, setting in named_files(recipe):
+        if not Path(file).is_file():
+            raise ValueError(f"{setting} names {file}, which does not exist here: pack where the run's files are")
+        if file.endswith(_YAML):
+            named |= dict.fromkeys(_modules_of_classes(Path(file), setting), file)
+        else:
+            imported += _imports(Path(file), "")
     files: dict[str, Path] = {}
     installed = []
-    for module, key in named_modules(recipe).items():
+    for module, place in named.items():
         if not _add(module, roots, files):
             if module.partition(".")[0] not in {*sys.stdlib_module_names, *packages_distributions()}:
                 places = ", ".join(map(str, roots))
                 raise ValueError(
-                    f"{key} names the module {module!r}, which is not in {places}: start in the run's folder"
+                    f"{place} names the module {module!r}, which is not in {places}: start in the run's folder"
                 )
             installed.append(module)
-    for file in function_files(recipe.reward):
-        for module in _imports(Path(file), ""):
-            _add(module, roots, files)
+    for module in imported:
+        _add(module, roots, files)
     return files, installed
+
+
+def _modules_of_classes(file: Path, setting: str) -> Iterator[str]:
+    """Yield the modules of the classes in a YAML file of verl. Raises ValueError for another file. `setting`: names the file."""
+    if setting == "agent.loop":
+        from megarl.agents.custom.verl_loops import loop_entries
+
+        entries, field = loop_entries(file), "_target_"
+    else:
+        from megarl.agents.verl_tools import entries_of
+
+        entries, field = entries_of(file, "tools" if setting == "agent.tools" else "interaction"), "class_name"
+    from megarl.agents.verl_tools import module_and_class
+
+    for entry in entries:
+        module, _ = module_and_class(entry.get(field), str(file))
+        yield module
 
 
 def search_roots() -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import shutil
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -19,17 +20,19 @@ from megarl.checkpoint.folder import check_whole
 from megarl.commands.bundle.choice import BundledStep, choose
 from megarl.commands.bundle.contents import (
     DESCRIPTION,
+    ENDING,
     FILES,
+    FUNCTIONS,
     MODULES,
     RECORDED,
     Description,
     installed_libraries,
 )
-from megarl.commands.bundle.modules import function_files, local_files
+from megarl.commands.bundle.modules import local_files, named_files
 from megarl.commands.bundle.recipe import bundled_recipe
 from megarl.commands.replay import first_checkpoint
 from megarl.engines.tape import Record, read_segments
-from megarl.errors import command_name, pluralize
+from megarl.errors import command_name, pluralize, raise_all
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.replay import recipe_file
 from megarl.recipe.data import files_of
@@ -66,6 +69,9 @@ def pack(run: Path, file: Path, step: int | None) -> None:
     step: None for the step in which the run failed, else the last one with metrics. Raises ValueError if the run has no tape of
     the step, if a file is missing, or if the disk is too small. The file appears when it is complete.
     """
+    if file.suffix != ENDING:  # unpacking leaves it out of the folder's name
+        name = file.parent / f"{file.stem}{ENDING}"
+        raise ValueError(f"--bundle {file}: name it {name} (bundles end in {ENDING})")
     check_new("--bundle", file)
     recorded = RunDirectory(os.path.abspath(run))
     choice = choose(recorded, step)
@@ -88,13 +94,15 @@ def pack(run: Path, file: Path, step: int | None) -> None:
             "name a file on another disk (--bundle)"
         )
     _write(file, members)
-    print(f"wrote {file}. Repeat it with: {command_name()} replay {file.name}")
+    print(f"wrote {file}. Repeat it with: {command_name()} replay {shlex.quote(file.name)}")
 
 
 def contents_of(recorded: RunDirectory, choice: BundledStep) -> tuple[Description, list[Member]]:
     """Return the description of a bundle and its members."""
     segment = choice.segment
-    recipe = with_cached_inputs(read_recipe(recipe_file(recorded.tape, segment.number)).recipe)
+    reading = read_recipe(recipe_file(recorded.tape, segment.number))
+    raise_all(reading.errors)  # the bundle's recipe would lack these settings
+    recipe = with_cached_inputs(reading.recipe)
     modules, installed = local_files(recipe)
     import_modules(recipe.algorithm)  # they register the loss, which decides which models the run has
     names, members = _files(recipe)
@@ -145,8 +153,8 @@ def _files(recipe: Recipe) -> tuple[dict[str, str], list[Member]]:
     for number, path in enumerate(dict.fromkeys(file for _, file in files_of(recipe.data))):
         names[path] = f"{FILES}/data/{number}/{Path(path).name}"
         members.append(Member(names[path], "data", Path(path)))
-    for number, path in enumerate(function_files(recipe.reward)):
-        names[path] = f"{FILES}/functions/{number}/{Path(path).name}"
+    for number, path in enumerate(dict.fromkeys(file for file, _ in named_files(recipe))):
+        names[path] = f"{FILES}/{FUNCTIONS}/{number}/{Path(path).name}"
         members.append(Member(names[path], "modules", Path(path)))
     missing = [
         str(member.source) for member in members if isinstance(member.source, Path) and not member.source.is_file()

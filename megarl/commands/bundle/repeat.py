@@ -12,6 +12,8 @@ from typing import Any
 import megarl
 from megarl.checkpoint.next_commands import shown
 from megarl.commands.bundle.contents import (
+    FILES,
+    FUNCTIONS,
     MODULES,
     RECORDED,
     Description,
@@ -33,6 +35,8 @@ def repeat(file: Path, out: Path | None, overrides: Sequence[str]) -> int:
     failed step, the replay fails with the same error; the training's status if only the replay fails; else 1.
     """
     with as_input_error():
+        if out is None and not file.suffix:
+            raise ValueError(f"{file} has no ending to leave out: name the folder to unpack it into (--out)")
         folder = Path(os.path.abspath(file.with_suffix("") if out is None else out))
         recorded, target = RunDirectory(folder / RECORDED), RunDirectory(folder / REPLAY)
         check_overrides(overrides)
@@ -56,9 +60,12 @@ def _print(description: Description, folder: Path) -> None:
     end = "" if description.failure is None else ", in which it failed"
     print(f"bundle of {description.run}, step {description.step}{end}: unpacked in {shown(folder)}")
     print(f"  it runs {description.processes}")
-    modules = sorted(path.relative_to(folder).as_posix() for path in (folder / MODULES).rglob("*.py"))
-    if modules:
-        print(f"  it runs code of the bundle: {', '.join(modules)}")
+    code = [
+        path for part in (folder / FILES / FUNCTIONS, folder / MODULES) for path in part.rglob("*") if path.is_file()
+    ]
+    if code:
+        names = sorted(path.relative_to(folder).as_posix() for path in code)
+        print(f"  it runs code of the bundle: {', '.join(names)}")
     for text in description.left_out:
         print(f"  not in the bundle: {text}")
     here = installed_libraries()

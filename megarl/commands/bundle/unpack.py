@@ -11,6 +11,7 @@ from megarl.atomic_files import atomic_directory, disk_errors, write_atomically
 from megarl.commands.bundle.contents import DESCRIPTION, FILES, MODULES, RECORDED, Description
 from megarl.recipe.load import read_recipe, to_yaml
 from megarl.recipe.paths import with_paths
+from megarl.recipe.schema import Recipe
 
 _MOST_BYTES = 1 << 20  # of the description
 _SPARE = 1 << 20  # bytes that stay free on the disk
@@ -43,7 +44,7 @@ def unpack(file: Path, folder: Path) -> Description:
                 for member in members:
                     archive.extract(member, partial, set_attrs=False, filter="data")
                 for recipe in _recipes(partial):
-                    absolute = with_paths(read_recipe(recipe).recipe, lambda path: str(folder.absolute() / path))
+                    absolute = with_paths(_recipe_of(recipe), lambda path: str(folder.absolute() / path))
                     write_atomically(recipe, to_yaml(absolute).encode())
                 (partial / MODULES).mkdir(exist_ok=True)
     except (tarfile.TarError, EOFError) as error:
@@ -55,6 +56,15 @@ def unpack(file: Path, folder: Path) -> Description:
 
 def _recipes(folder: Path) -> list[Path]:
     return [folder / RECORDED / "recipe.resolved.yaml", *(folder / RECORDED / "tape").glob("recipe-*.yaml")]
+
+
+def _recipe_of(file: Path) -> Recipe:
+    """Read a recipe of the bundle. Raises ValueError for settings that this megarl does not have: they would be lost."""
+    reading = read_recipe(file)
+    if reading.errors:
+        unreadable = "; ".join(f"{error.setting}: {error.problem}" for error in reading.errors)
+        raise ValueError(f"this megarl cannot read its recipe: {unreadable}. Replay it with the megarl that wrote it")
+    return reading.recipe
 
 
 def _check(members: Sequence[tarfile.TarInfo]) -> None:

@@ -106,10 +106,10 @@ def check_files(text: str) -> tuple[str, ...]:
 def check_reward(text: str) -> str:
     """Return the reward: `rows`, a scorer, or the user's function, which may not exist yet."""
     names = [ROWS, *(name for name in SCORERS.names() if name not in _NOT_OFFERED)]
-    if text in names or re.fullmatch(r"[\w./-]+:\w+", text):
+    if text in names or re.fullmatch(r"(?:[\w.]+|.+\.py):\w+", text):
         return text
     raise ValueError(
-        f"the scorer {text!r} is unknown{did_you_mean(text, names)} Known: {', '.join(names)}; or your module:function"
+        f"the scorer {text!r} is unknown{did_you_mean(text, names)} Known: {', '.join(names)}; or your module:function or file.py:function"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,11 @@ from megarl.commands.init import answers as checks
 from megarl.commands.init.answers import ROWS, TASKS, Answers
 from megarl.commands.init.layout import first_layout
 from megarl.commands.init.text import recipe_text
-from megarl.errors import InputError, NotHereError, RecipeError, all_of, as_input_error
+from megarl.errors import InputError, NotHereError, RecipeError, all_of, as_input_error, command_name
 from megarl.hf import hub
 from megarl.hf.config import context_length
 from megarl.preflight.load import load_recipe
-from megarl.preflight.models import check_known_model, config_of
+from megarl.preflight.models import POLICY, check_known_model, config_of
 
 T = TypeVar("T")
 _DEFAULT_FILES = {"sft": "data/demonstrations.parquet", "dpo": "data/pairs.parquet"}
@@ -58,7 +59,8 @@ def init(file: Path, options: InitOptions, *, ask: bool) -> None:
     typer.echo(f"wrote {file}")
     for line in [*notices, *_remarks(answers)]:
         typer.echo(f"  {line}")
-    typer.echo(f"next: megarl plan {file}, then megarl train {file}")
+    command, recipe = command_name(), shlex.quote(str(file))
+    typer.echo(f"next: {command} plan {recipe}, then {command} train {recipe}")
 
 
 def write_new(file: Path, text: str) -> None:
@@ -149,31 +151,35 @@ def _text(file: Path, draft: Path, answers: Answers) -> tuple[str, list[str]]:
         return text
 
     write(None, {})
-    model = _model_config(answers.model, draft)
+    model, unread = _model_config(answers.model, draft)
     context = context_length(model) if model is not None else None
     write(context, {})
     layout, notice = first_layout(draft, answers.machines, model)
     text = write(context, layout)
     load_recipe(draft)
     notices = [notice] if notice is not None else []
-    if model is None:
+    if unread is not None:
         notices.append(
-            f"the config.json of {answers.model} cannot be read here, so the lengths and the layout are guesses"
+            f"the config.json of {answers.model} cannot be read here, so the lengths and the layout are guesses: {unread}"
         )
     return text, notices
 
 
-def _model_config(path: str, draft: Path) -> dict[str, Any] | None:
-    """Return config.json of the model; None if it is not on this machine, and the hub does not answer.
+def _model_config(path: str, draft: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """Return config.json of the model, and None; or None, and why it cannot be read, if it is not on this machine and the hub
+    does not answer.
 
-    Raises RecipeError for a model that megarl cannot train.
+    Raises RecipeError for a model that megarl cannot train, and for one that the hub does not have or does not give.
     """
     try:
         config = config_of(path, draft)
-    except NotHereError:
-        return None
-    check_known_model(config, "model.path", path)
-    return config
+    except NotHereError as error:
+        refusal = error.__cause__
+        if isinstance(refusal, hub.HubError) and refusal.is_answer:
+            raise RecipeError(POLICY, refusal.problem, refusal.remedy, value=path) from error
+        return None, error.problem
+    check_known_model(config, POLICY, path)
+    return config, None
 
 
 def _remarks(answers: Answers) -> list[str]:
@@ -182,7 +188,7 @@ def _remarks(answers: Answers) -> list[str]:
     missing = [file for file in answers.files if not file.startswith(hub.PREFIX) and not Path(file).exists()]
     if missing:
         remarks.append(
-            f"not found yet: {', '.join(missing)}. `megarl data --help` prepares data sets, docs/data.md has the columns"
+            f"not found yet: {', '.join(missing)}. `{command_name()} data --help` prepares data sets, docs/data.md has the columns"
         )
     source = (answers.reward or "").partition(":")[0]
     if source.endswith(".py") and not Path(source).exists():

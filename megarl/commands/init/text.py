@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import yaml
 
 from megarl.commands.init.answers import ROWS, TASKS, Answers
+from megarl.errors import command_name
 
 _ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean", "kl_coef": 0.001},
@@ -45,11 +47,12 @@ def _head(file: Path, answers: Answers) -> list[str]:
     if machines.name is not None:
         lines.append(f"# Hardware: {machines.name}, {machines.nodes} x {machines.per_node}")
     search = " (--search: faster layouts)" if machines.accelerated else ""
+    command, recipe = command_name(), shlex.quote(str(file))
     return [
         *lines,
-        f"#   megarl plan {file}    memory and time of this recipe{search}",
-        f"#   megarl train {file}",
-        "#   megarl keys temperature    other settings",
+        f"#   {command} plan {recipe}    memory and time of this recipe{search}",
+        f"#   {command} train {recipe}",
+        f"#   {command} keys temperature    other settings",
     ]
 
 

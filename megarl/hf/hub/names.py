@@ -26,10 +26,13 @@ _FILE = re.compile(r".*\.(?:jsonl?|ya?ml|safetensors|bin|pth?|ckpt|parquet|gguf|
 
 
 class HubError(ValueError):
-    """A name on the hub that cannot be used: the problem, and what to change."""
+    """A name on the hub that cannot be used: the problem, and what to change.
 
-    def __init__(self, problem: str, remedy: str):
-        self.problem, self.remedy = problem, remedy
+    is_answer: the hub answered that it has no such repository or revision, or that this account has no access.
+    """
+
+    def __init__(self, problem: str, remedy: str, *, is_answer: bool = False):
+        self.problem, self.remedy, self.is_answer = problem, remedy, is_answer
         super().__init__(f"{problem}: {remedy}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ SECRET = "do-not-pack-this"
 
 
 class RecordedRun:
-    """A run of six steps that was killed after step 4 and resumed after step 2; its second start failed or ended."""
+    """A run of six steps that was killed after step 4 and resumed after step 2; its second start failed or ended.
 
-    def __init__(self, folder: Path, *, failure: str | None = None) -> None:
-        self.folder, self.run = folder, RunDirectory(folder / "runs" / "mine")
+    settings: further settings of the recipe, as on the command line.
+    """
+
+    def __init__(self, folder: Path, *, failure: str | None = None, settings: Sequence[str] = ()) -> None:
+        self.folder, self.run, self.settings = folder, RunDirectory(folder / "runs" / "mine"), settings
         self.run.tape.mkdir(parents=True)
         self._files()
         self.recipes: list[str] = []
@@ -83,6 +87,7 @@ class RecordedRun:
                 "observe.alerts.url=ALERT_URL",
                 "algorithm.modules=[losses_of_a_bundle]",
                 "algorithm.loss=of_a_bundle",
+                *self.settings,
             ],
         ).recipe
         (self.run.tape / f"recipe-{number}.yaml").write_text(to_yaml(recipe))

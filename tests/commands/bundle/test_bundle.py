@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import shutil
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -39,8 +40,8 @@ def repeat(file: Path, out: Path | None = None) -> int:
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
-    run = RecordedRun(tmp_path / "here")
-    monkeypatch.chdir(tmp_path / "here" / "code")
+    run = RecordedRun(tmp_path / "over here")
+    monkeypatch.chdir(tmp_path / "over here" / "code")
     return run
 
 
@@ -153,9 +154,11 @@ def test_a_step_after_sigterm_is_packed_as_the_replay_advises(
     """The run saves no checkpoint in step 2 by its recipe, so SIGTERM caused it."""
     monkeypatch.setattr(replaying, "run_child", lambda *_: 7)
     assert replay_or_bundle(recorded.run.path, [], name=None, bundle=None, step=None, out=None) == 7
-    _, _, step = capsys.readouterr().out.splitlines()[1].rpartition(" ")
-    assert step == "6" and bundle(recorded.run.path, tmp_path / "step.tar", int(step)) == 0
-    assert unpack(tmp_path / "step.tar", tmp_path / "out").after == 2
+    *_, command, run, option, file, _, step = shlex.split(capsys.readouterr().out.splitlines()[1])
+    assert (command, run, option, file) == ("replay", str(recorded.run.path), "--bundle", "step.tar")
+    assert step == "6" and bundle(recorded.run.path, tmp_path / "the step.tar", int(step)) == 0
+    assert capsys.readouterr().out.endswith("Repeat it with: python -m megarl replay 'the step.tar'\n")
+    assert unpack(tmp_path / "the step.tar", tmp_path / "out").after == 2
     unpacked = tmp_path / "out" / "recorded"
     assert replay_or_bundle(unpacked, [], name=None, bundle=None, step=None, out=None) == 7
     assert "start 1 of 1: steps 3 to 6" in capsys.readouterr().out
@@ -292,6 +295,8 @@ def test_other_files_and_formats_are_refused(recorded: RecordedRun, tmp_path: Pa
         ({"step": 3}, "repeating a run takes no --step"),
         ({"out": Path("x")}, "repeating a run takes no --out"),
         ({"bundle": Path("x.tar"), "name": "again"}, "packing a bundle takes no --name"),
+        ({"bundle": Path("step")}, r"--bundle step: name it step\.tar"),
+        ({"bundle": Path("a/step.tgz")}, r"--bundle a/step\.tgz: name it a/step\.tar \("),
     ],
 )
 def test_options_that_do_not_fit_are_refused(recorded: RecordedRun, options: dict[str, object], words: str) -> None:
@@ -340,6 +345,8 @@ def test_a_replay_of_a_bundle_trains_from_the_unpacked_files(
     assert "modules/my_rewards.py" in text and "not in the bundle: cluster.environment: API_TOKEN" in text
     with pytest.raises(InputError, match=r"step exists: remove it, or name another folder \(--out\)"):
         repeat(file)
+    with pytest.raises(InputError, match=r"no ending to leave out: name the folder .* \(--out\)"):
+        repeat(file.rename("renamed"))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from megarl.errors import InputError, RecipeError
 from megarl.hf import published
 from megarl.preflight.load import load_recipe
 from megarl.recipe.header import hardware_of
+from tests.support.fake_hub import running_hub, use_hub
 
 OPEN = InitOptions(None, None, None, None, None)
 
@@ -114,8 +115,9 @@ def test_a_reward(capsys: pytest.CaptureFixture[str]) -> None:
     assert "data_source selects its scorer" in capsys.readouterr().out
     assert written(reward="my_rewards:close")["reward"] == {"function": "my_rewards:close"}
     Path("data.parquet").touch()
-    written(reward="my/rewards.py:close", data="data.parquet")
-    assert "not found yet: my/rewards.py, which `plan` and `train` import" in capsys.readouterr().out
+    written(reward="my dir/rewards.py:close", data="data.parquet")
+    assert load_recipe("a.yaml").reward.function == "my dir/rewards.py:close"
+    assert "not found yet: my dir/rewards.py, which `plan` and `train` import" in capsys.readouterr().out
     Path("mine.py").touch()
     written(reward="mine.py:close", data="data.parquet")
     assert "not found" not in capsys.readouterr().out
@@ -140,6 +142,51 @@ def test_a_model_that_megarl_cannot_train_is_refused(devices: str, config: dict[
 def test_an_unknown_model_has_a_notice_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     written(devices="2 cpu", model="org/unknown")
     assert "the config.json of org/unknown cannot be read here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("gated", "problem", "remedy"),
+    [(False, "has no such model", "correct the name"), (True, "org/mine is gated", "accept its terms")],
+)
+def test_a_model_that_the_hub_refuses_is_refused(
+    gated: bool, problem: str, remedy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A notice without the hub's answer would leave a typo in the recipe."""
+    with running_hub() as server:
+        use_hub(monkeypatch, server.url, tmp_path / "home")
+        if gated:
+            server.model("org/mine").commit({"config.json": b"{}"})
+            server.model("org/mine").gated = True
+        with pytest.raises(RecipeError, match=problem) as error:
+            written(devices="2 cpu", model="org/mine")
+    assert error.value.key == "model.path" and error.value.value == "org/mine"
+    assert error.value.remedy.startswith(remedy) and "Shape" not in error.value.remedy
+    assert not Path("a.yaml").exists()
+
+
+@pytest.mark.parametrize("status", [403, 503])
+def test_a_hub_that_gives_no_definite_answer_has_a_notice(
+    status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """503: an overloaded server; 403: perhaps of a proxy. The model may exist."""
+    with running_hub() as server:
+        use_hub(monkeypatch, server.url, tmp_path / "home")
+        server.refuses = status
+        written(devices="2 cpu", model="org/mine")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "cannot be read here" in line]
+    assert "the layout are guesses" in line and f"HTTP status {status}" in line
+
+
+def test_commands_can_be_pasted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file's name may have spaces, and the user's command need not be `megarl`."""
+    monkeypatch.setattr(sys, "argv", ["/some/megarl/__main__.py"])
+    Path("my runs").mkdir()
+    file = Path("my runs/a b.yaml")
+    init(file, OPEN._replace(devices="2 cpu"), ask=False)
+    printed = capsys.readouterr().out
+    assert "next: python -m megarl plan 'my runs/a b.yaml', then python -m megarl train 'my runs/a b.yaml'\n" in printed
+    for command in ("plan", "train"):
+        assert f"#   python -m megarl {command} 'my runs/a b.yaml'" in file.read_text()
 
 
 def test_an_error_of_the_recipe_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,3 +333,36 @@ def test_the_installer_keeps_an_installation_of_another_checkout(bare_environmen
     done = _install(venv)
     assert done.returncode == 0 and f"runs {os.path.realpath(other)}; `python -m megarl` in" in done.stdout, done.stderr
     assert (site / "megarl.pth").read_text() == f"{other}\n" and (venv / "bin/megarl").read_text() == "#!/bin/sh\n"
+
+
+def test_the_installer_makes_an_environment_without_pip_again(bare_environment, tmp_path):
+    """One that was interrupted, or made by uv. The stand-in for `python -m venv` copies an environment with the locked packages."""
+    venv, python, called = tmp_path / "half made", tmp_path / "python", tmp_path / "called"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    copy = f'echo "$*" > "{called}"; for venv; do :; done; rm -rf "$venv"; cp -a "{bare_environment}" "$venv"'
+    python.write_text(f'#!/bin/sh\nif [ "$2" = venv ]; then {copy}; else exec {sys.executable} "$@"; fi\n')
+    python.chmod(0o755)
+    arguments = [BASH, LAUNCH / "install_cpu.sh"]
+    environ = {"MEGARL_VENV": str(venv), "MEGARL_PYTHON": str(python), "PYTHONPATH": str(ROOT)}
+    done = _run(arguments, ROOT, **environ)
+    assert done.returncode == 0 and "the one there has no pip" in done.stdout, done.stdout + done.stderr
+    assert called.read_text() == f"-m venv --clear {venv}\n"
+    again = _run(arguments, ROOT, **environ)
+    assert again.returncode == 0 and "making" not in again.stdout, again.stdout + again.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo 3.10", "need Python 3.11 or 3.12, and the environment {venv} has 3.10. Remove it"),
+        ("exit 1", "{venv}/bin/python has no pip, and {venv} is no virtual environment"),
+    ],
+)
+def test_the_installer_refuses_an_environment_that_it_cannot_use(script, words, tmp_path):
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin/python").write_text(f"#!/bin/sh\n{script}\n")
+    (venv / "bin/python").chmod(0o755)
+    done = _run([BASH, LAUNCH / "install_cpu.sh"], ROOT, MEGARL_VENV=str(venv))
+    assert done.returncode == 2 and words.format(venv=venv) in done.stderr, done.stderr
+    assert [path.name for path in venv.rglob("*")] == ["bin", "python"], "nothing was removed"
