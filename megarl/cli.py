@@ -21,6 +21,7 @@ from megarl.commands.convert_weights.cli_options import convert_weights_command
 from megarl.commands.data.command import app as data_app
 from megarl.commands.engines.cli_options import engines_command
 from megarl.commands.examples import add_examples
+from megarl.commands.group import CommandGroup
 from megarl.commands.init.cli_options import init_command
 from megarl.commands.keys.command import keys_command
 from megarl.commands.model.command import app as model_app
@@ -38,6 +39,7 @@ from megarl.recipe.former_names import FormerNameWarning
 _PYTHON_FORMAT = warnings.formatwarning
 
 app = typer.Typer(
+    cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

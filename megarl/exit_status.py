@@ -57,12 +57,28 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
+class PastTyper(Exception):
+    """Carries an error that typer would not pass on: it turns EOFError into Ctrl-C, and ends silently at EPIPE."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def _uncarried(command: Callable[[], Any]) -> Any:
+    """Run `command`; raise the error that a `PastTyper` carries."""
+    try:
+        return command()
+    except PastTyper as carrier:
+        error = carrier.error
+    raise error
+
+
 def guarded(command: Callable[[], Any], *, debug: bool) -> int:
     """Run `command` and return its exit status; print any exception as one block on stderr."""
     signal.signal(signal.SIGTERM, _terminate)
     raise_again({KeyboardInterrupt: signal.SIGINT, Terminated: signal.SIGTERM})
     try:
-        status = command()
+        status = _uncarried(command)
         if status == INTERRUPTED:  # typer's status for Ctrl-C
             raise KeyboardInterrupt
         return status if isinstance(status, int) else 0

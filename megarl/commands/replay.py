@@ -18,7 +18,7 @@ from megarl.errors import as_input_error, command_name, spans_of
 from megarl.observe.metrics import read_metrics, without_times
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.replay import no_plan, recipe_file
-from megarl.recipe.load import read_recipe
+from megarl.recipe.load import read_recipe, setting_of
 from megarl.recipe.schema import TrainConfig
 from megarl.rollout.tape import ReplayPlan, TapeSegment, from_journal, history, other_format, segments_of
 
@@ -88,8 +88,9 @@ def run_starts(
     """
     for number, start in enumerate(starts, start=1):
         print(f"replay of {shown(recorded.path)}, start {number} of {len(starts)}: {start.steps}", flush=True)
-        settings = [f"name={target.path.name}", f"runs_dir={target.path.parent}"]
-        settings += [f"train.replay={recorded.path}", f"train.resume={start.resume}"]
+        texts = {"name": target.path.name, "runs_dir": target.path.parent}
+        texts |= {"train.replay": recorded.path, "train.resume": start.resume}
+        settings = [setting_of(name, str(text)) for name, text in texts.items()]
         command = [sys.executable, "-m", "megarl", "train", str(start.recipe), *overrides, *settings]
         status = run_child(command, environ, folder)
         if status:

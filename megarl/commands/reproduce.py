@@ -27,7 +27,7 @@ from megarl.preflight.load import load_recipe
 from megarl.preflight.provenance import recipe_digest
 from megarl.recipe.data import DataConfig
 from megarl.recipe.hub_inputs import with_cached_inputs
-from megarl.recipe.load import all_keys, flat_settings
+from megarl.recipe.load import all_keys, flat_settings, setting_of
 from megarl.recipe.schema import Recipe
 
 _FIXED = ("name", "runs_dir", "train.resume")  # settings of this command
@@ -65,9 +65,9 @@ def reproduce(run: Path, name: str | None, overrides: Sequence[str], *, only_pri
         recipe = load_recipe(recorded.recipe, overrides)
         summary = _summary(recorded)
         settings = [
-            f"name={target.path.name}",
-            f"runs_dir={target.path.parent}",
-            f"train.resume={_resume(recorded, recipe.train.resume)}",
+            setting_of("name", target.path.name),
+            setting_of("runs_dir", str(target.path.parent)),
+            setting_of("train.resume", _resume(recorded, recipe.train.resume)),
         ]
         arguments = ["train", str(shown(recorded.recipe)), *overrides, *settings]
         lines = [*_facts(recorded, summary), *_comparison_lines(_compare(recorded, summary, recipe))]

@@ -68,7 +68,11 @@ class ColumnSelection:
         if self.names is None or not unnamed:
             return ""
         keys = ", ".join(f"{GROUND_TRUTH if column == 'reward_model' else column}: NAME" for column in unnamed)
-        return f". If the file has them under other names, write data: {{columns: {{{keys}}}}} in the recipe (docs/data.md)"
+        names = "it under another name" if len(unnamed) == 1 else "them under other names"
+        remedy = f". If the file has {names}, write data: {{columns: {{{keys}}}}} in the recipe (docs/data.md)"
+        if "data_source" in unnamed:  # needed only where it selects the scorer
+            remedy += ". Rows without data_source need one scorer for all, as in reward: {function: gsm8k}"
+        return remedy
 
     def _key(self, column: str) -> str:
         return GROUND_TRUTH if column == "reward_model" and GROUND_TRUTH in self._names else column

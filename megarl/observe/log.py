@@ -20,16 +20,17 @@ from megarl.errors import command_name
 from megarl.hf import hub
 from megarl.observe.advice.of_run import Adviser
 from megarl.observe.alerts import Alerts
-from megarl.observe.console import Console, make_console
+from megarl.observe.console import Console, ConsoleStream, make_console
 from megarl.observe.json_lines import drop_torn_line, json_line, read_lines, strict
 from megarl.observe.metrics import MetricsLog, read_metrics
-from megarl.observe.page.report import write_report
+from megarl.observe.page.report import write_report_or_warn
 from megarl.observe.restarts import restart_cause, restarts_by_command
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import discard_steps_after, write_samples
 from megarl.observe.sessions import effective_time, faults, productive_seconds, read_sessions, step_seconds
 from megarl.observe.sinks import make_sinks
 from megarl.observe.spans import make_spans
+from megarl.observe.stdout import output
 from megarl.observe.summary import before_and_after, summarize
 from megarl.observe.token_values import write_token_values
 from megarl.observe.trace import Trace
@@ -101,7 +102,9 @@ class RunLog:
         about = {"megarl.first_step": first_step, "megarl.total_steps": self._total_steps}
         self._spans = make_spans(self._recipe.observe.otlp, self._recipe.name, about, self.warn)
         self.trace = Trace(self.run_dir.trace)
-        self._console: Console = make_console(self._recipe, first_step - 1, self._total_steps, run=self.run_dir.path)
+        self._stream = ConsoleStream(output())
+        done, total = first_step - 1, self._total_steps
+        self._console: Console = make_console(self._recipe, done, total, self._stream, run=self.run_dir.path)
         self._parts.callback(self._console.close)
         self._adviser = Adviser(self.run_dir, self._recipe, first_step - 1)
         self._productive = productive_seconds(read_metrics(self.run_dir.metrics))
@@ -266,6 +269,7 @@ class RunLog:
         self._closed = True
         try:
             with self._parts:  # releases terminal, notices and lock in any case, and sends the last alerts
+                self._warn_of_lost_console()
                 self._reserve.release()
                 problem: OSError | None = None
                 for finish in (lambda: self._metrics.close(status), self.trace.close):
@@ -283,7 +287,7 @@ class RunLog:
                 if problem is not None:
                     raise problem
                 if self._recipe.observe.report:
-                    self._write_report()
+                    write_report_or_warn(self.run_dir.path, self.warn)
         finally:
             self._console.end(status, error)
 
@@ -318,6 +322,7 @@ class RunLog:
         self._spans.end_step(step, metrics)
         self._begin_span()
         self._console.step(step, metrics)
+        self._warn_of_lost_console()
         for advice in self._adviser.after(step, self._sessions):
             self.notice(advice)
 
@@ -363,20 +368,15 @@ class RunLog:
     def _warn_of_alerts(self, text: str) -> None:
         self._write_notice(text, "warning", None, self._current_step)
 
+    def _warn_of_lost_console(self) -> None:
+        if failure := self._stream.take_failure():
+            follow = f"Follow the run with: {command_name()} view {self.run_dir.path}"
+            self._write_notice(f"{failure} {follow}", "warning", None, self._current_step)
+
     def _close_alerts(self) -> None:
         unsent = self._alerts.close()
         if unsent is not None:
             self._warn_of_alerts(unsent)
-
-    def _write_report(self) -> None:
-        """Write report.html. A failure is a warning: the run's results are complete without the report."""
-        try:
-            write_report(self.run_dir.path)
-        except Exception as error:  # noqa: BLE001 - see above; the warning names the command that tries again
-            self.warn(
-                f"report.html could not be written ({type(error).__name__}: {error}). "
-                f"Try again with: {command_name()} report {self.run_dir.path}"
-            )
 
     def _write_summary(self, status: str, error: str | None) -> None:
         lines = read_metrics(self.run_dir.metrics)

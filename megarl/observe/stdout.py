@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import sys
 from collections.abc import Iterator
 from typing import TextIO
@@ -38,3 +39,21 @@ def kept_stdout() -> Iterator[TextIO]:
         _own, sys.stdout = outer, python_stdout
         os.dup2(former, 1)
         os.close(former)
+
+
+def discard(stream: TextIO) -> None:
+    """Send the buffer of `stream`, and all later output to its file descriptor, to the null device."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a file descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, stream.fileno())
+        finally:
+            os.close(null)
+        stream.flush()
+
+
+def has_no_reader() -> bool:
+    """Return whether stdout is a pipe without a reader."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import json
 import typing
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.errors import ReadingError, RecipeError, command_name, plain
+from megarl.errors import ReadingError, RecipeError, command_name
 from megarl.recipe.former_names import with_present_names
 from megarl.recipe.hub_inputs import with_hub_names
+from megarl.recipe.key import choices_of, section_types, type_name, type_of, without_none
 from megarl.recipe.schema import Recipe
 from megarl.registry import nearest
 
@@ -29,6 +31,7 @@ COMMAND_LINE = "command line"
 STEPS, EPOCHS = "train.steps", "train.epochs"
 OPEN = "???"
 """A value that the recipe leaves open: it must be given before the recipe is used."""
+_YAML_STARTS = tuple("'\"[{|>&*!")  # of a value that is not a plain text in YAML
 LONGEST_NAME = 255
 """Bytes of a file or folder name."""
 
@@ -127,12 +130,6 @@ def _flat(content: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-@functools.cache
-def section_types(section: type) -> dict[str, Any]:
-    """Return the resolved type of each field of a schema dataclass."""
-    return typing.get_type_hints(section)
-
-
 def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[tuple[Path, DictConfig]]:
     """Yield the base files of `path`, deepest first, then `path` itself."""
     named_by = f"{children[-1]}: base" if children else COMMAND_LINE
@@ -193,7 +190,7 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[DictConfig, list[RecipeE
             errors.append(RecipeError(override, problem, "write e.g. train.steps=10", origin=COMMAND_LINE))
             continue
         try:
-            OmegaConf.update(layer, name, OmegaConf.create(f"value: {value}" if value else "value: ''").value)
+            OmegaConf.update(layer, name, _value_of(name, value))
         except (
             yaml.YAMLError,
             OmegaConfBaseException,
@@ -207,6 +204,33 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[DictConfig, list[RecipeE
         return OmegaConf.create(with_present_names(content, COMMAND_LINE)), errors
     except RecipeError as error:
         return OmegaConf.create({}), [*errors, error]
+
+
+def _value_of(name: str, text: str) -> Any:
+    """Return the value of the setting `name` on the command line: YAML, but a plain text where the schema has a text or texts.
+
+    YAML would read 1129_0930 as a number, and a space with # as a comment. Quotes and brackets are YAML's everywhere, and so are
+    null and the words of switches, which `_merge` refuses for a text.
+    """
+    declared = without_none(type_of(Recipe, name))
+    is_plain = declared in (str, list[str]) and not text.startswith(_YAML_STARTS)
+    try:
+        value = OmegaConf.create(f"value: {text}" if text else "value: ''").value
+    except (yaml.YAMLError, OmegaConfBaseException, IndexError, RecursionError):
+        if not is_plain:
+            raise
+        value = text
+    is_word = (value is None or isinstance(value, bool)) and "#" not in text
+    return text if is_plain and not is_word else value
+
+
+def setting_of(name: str, text: str) -> str:
+    """Return the argument that sets the text `name` on a command line, quoted if it would be read as something else."""
+    try:
+        is_same = _value_of(name, text) == text
+    except (yaml.YAMLError, OmegaConfBaseException, IndexError, RecursionError):
+        is_same = False
+    return f"{name}={text}" if is_same else f"{name}={json.dumps(text, ensure_ascii=False)}"
 
 
 def _leaves(layer: DictConfig) -> Iterator[str]:
@@ -235,17 +259,19 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str, left_open: dict[s
         if value == OPEN:
             left_open[name] = origin
             continue
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and _type_name(name).split()[0] == "bool":
+        if (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and type_name(type_of(Recipe, name)).split()[0] == "bool"
+        ):
             problem = "this is a switch, not a number"
             yield ReadingError(name, problem, "give true or false", value=value, origin=origin)
             continue
-        if isinstance(value, bool) and _without_none(_type_of(name)) is str:
-            problem = "this is a text, not a switch"
-            remedy = f"give a text, as `{command_name()} keys {name}` describes; YAML reads yes, no, on and off as switches, and 'yes' as a text"
-            yield ReadingError(name, problem, remedy, value=value, origin=origin)
+        if isinstance(value, (int, float)) and without_none(type_of(Recipe, name)) is str:
+            yield _not_a_text(name, value, origin)
             continue
-        value = _as_list_if_declared(value, _type_of(name))
-        items = value if isinstance(value, list) and _type_of(name) == list[str] else []
+        value = _as_list_if_declared(value, type_of(Recipe, name))
+        items = value if isinstance(value, list) and type_of(Recipe, name) == list[str] else []
         if wrong := [item for item in items if not isinstance(item, (str, int, float))]:
             yield ReadingError(name, "an item is not text", "give a list of texts", value=wrong[0], origin=origin)
             continue
@@ -255,16 +281,27 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str, left_open: dict[s
             yield _type_error(name, value, error, origin)
 
 
+def _not_a_text(name: str, value: float, origin: str) -> ReadingError:
+    """Return the error for a switch or a number that the key, a text, cannot have: the text in the file is not known any more."""
+    if isinstance(value, bool):
+        remedy = f"give a text, as `{command_name()} keys {name}` describes; YAML reads yes, no, on and off as switches, and 'yes' as a text"
+        return ReadingError(name, "this is a text, not a switch", remedy, value=value, origin=origin)
+    remedy = (
+        f"put the text in quotes, {name.rpartition('.')[2]}: '...'; YAML reads 007, 1.10, 1_000 and 10:30 as numbers"
+    )
+    return ReadingError(name, "this is a text, not a number", remedy, value=value, origin=origin)
+
+
 def _type_error(name: str, value: Any, error: OmegaConfBaseException, origin: str) -> ReadingError:
     cause = str(error).splitlines()[0]
-    declared = typing.get_origin(_type_of(name))
+    declared = typing.get_origin(type_of(Recipe, name))
     right_container = isinstance(declared, type) and isinstance(value, declared)
     if isinstance(value, (Mapping, list)) and not right_container:
         # OmegaConf names its own container classes here. If only an entry is wrong, it names the entry.
         cause = f"the value is a {'mapping' if isinstance(value, Mapping) else 'list'}"
-    elif (choices := _choices(_type_of(name))) is not None:
+    elif (choices := choices_of(type_of(Recipe, name))) is not None:
         cause = f"the value is none of {', '.join(choices)}"  # OmegaConf lists them in Python's syntax
-    remedy = f"give a value of type {_type_name(name)}"
+    remedy = f"give a value of type {type_name(type_of(Recipe, name))}"
     if isinstance(value, Mapping) and any(":" in str(key) and item is None for key, item in value.items()):
         remedy += "; in YAML a space follows the colon: {name: value}"
     refusal = ReadingError(name, cause, remedy, value=value, origin=origin)
@@ -277,7 +314,7 @@ def _as_list_if_declared(value: Any, kind: Any) -> Any:
 
     Example: `data.train_files: a.jsonl` -> ["a.jsonl"].
     """
-    kind = _without_none(kind)
+    kind = without_none(kind)
     if isinstance(value, (str, int, float)):
         return [value] if typing.get_origin(kind) is list else value
     if not isinstance(value, Mapping):
@@ -288,12 +325,6 @@ def _as_list_if_declared(value: Any, kind: Any) -> Any:
     if typing.get_origin(kind) is dict:
         return {name: _as_list_if_declared(item, typing.get_args(kind)[1]) for name, item in value.items()}
     return value
-
-
-def _without_none(kind: Any) -> Any:
-    """Return X for Optional[X], and any other type unchanged."""
-    kinds = [part for part in typing.get_args(kind) if part is not type(None)]
-    return kinds[0] if typing.get_origin(kind) is typing.Union and len(kinds) == 1 else kind
 
 
 def _sort_keys(
@@ -352,38 +383,6 @@ def all_keys(section: type = Recipe, prefix: str = "") -> Iterator[str]:
             yield from all_keys(typing.cast("type", kind), f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
-
-
-def _type_of(dotted: str) -> Any:
-    kind: Any = Recipe
-    for name in dotted.split("."):
-        kind = section_types(kind)[name]
-    return kind
-
-
-def _type_name(dotted: str) -> str:
-    kind = _type_of(dotted)
-    if typing.get_origin(kind) is typing.Union:
-        parts = [_plain_type(part) for part in typing.get_args(kind) if part is not type(None)]
-        return " or ".join([*parts, "null"] if type(None) in typing.get_args(kind) else parts)
-    return _plain_type(kind)
-
-
-def _choices(kind: Any) -> list[str] | None:
-    """Return the values of a Literal in YAML's syntax; None for another type."""
-    kind = _without_none(kind)
-    return list(map(yaml_word, typing.get_args(kind))) if typing.get_origin(kind) is typing.Literal else None
-
-
-def yaml_word(value: Any) -> str:
-    """Format a plain value as YAML does: true, null, 0.5."""
-    return value if isinstance(value, str) else plain(value)
-
-
-def _plain_type(kind: Any) -> str:
-    if (choices := _choices(kind)) is not None:
-        return " | ".join(choices)
-    return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("typing.", "")
 
 
 def _to_object(merged: DictConfig, path: str) -> Recipe:

@@ -15,15 +15,21 @@ TAIL = 300  # characters at the end of the response in which an answer counts
 def gsm8k(request: ScoreRequest) -> dict[str, float | str | None]:
     """Return 1 if the last answer in the response's tail equals the ground truth, else 0.
 
-    Thousands separators are ignored; any other difference counts: ``72.0`` is not ``72``.
+    Thousands separators are ignored; any other difference counts: ``72.0`` is not ``72``. The ground truth may be the whole
+    worked solution, as in the column ``answer`` of the data set.
     """
-    expected = _plain(_text(request.ground_truth))
+    expected = final_number(_text(request.ground_truth))
     if not expected:
-        raise ValueError("the row's ground_truth is empty")
+        raise ValueError("the row's ground_truth is empty, or has nothing after its last ####")
     answers = ANSWER.findall(request.response[-TAIL:])
     answer = _plain(answers[-1]) if answers else None
     correct = float(answer == expected)
     return {"score": correct, "accuracy": correct, "answer": answer}
+
+
+def final_number(solution: str) -> str:
+    """Return the text after the last ``####``, or all of it without one, without thousands separators and currency."""
+    return _plain(solution.rpartition("####")[2])
 
 
 def _text(ground_truth: Any) -> str:

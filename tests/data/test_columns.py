@@ -98,9 +98,9 @@ def test_missing_columns_name_the_setting_that_renames_them(tmp_path, tokenizer)
     write_parquet(tmp_path / "a.parquet", [{"question": "q", "answer": "a"}])
     with pytest.raises(ValueError) as error:
         PromptDataset([tmp_path / "a.parquet"], tokenizer, DataConfig())
-    assert "write data: {columns: {prompt: NAME, data_source: NAME, ground_truth: NAME}} in the recipe" in str(
-        error.value
-    )
+    message = str(error.value)
+    assert "write data: {columns: {prompt: NAME, data_source: NAME, ground_truth: NAME}} in the recipe" in message
+    assert "Rows without data_source need one scorer for all, as in reward: {function: gsm8k}" in message
     with pytest.raises(ValueError, match=r"write data: \{columns: \{ground_truth: NAME\}\}"):
         PromptDataset(
             [tmp_path / "a.parquet"], tokenizer, DataConfig(columns={"prompt": "question", "data_source": "answer"})

@@ -17,6 +17,7 @@ from megarl.preflight.survey import prepare_training
 from megarl.recipe import to_yaml
 from megarl.recipe.paths import with_absolute_paths
 from tests.support.fake_hub import folder_files, running_hub, use_hub
+from tests.support.gsm8k import SAMPLE, rewards_of_solutions
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "hub.md").read_text()
@@ -27,16 +28,18 @@ def test_the_first_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick
     recipe, resolved = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     (printed, *_) = re.findall(r"```\n(model\.path: .*?)```", PAGE, re.DOTALL)
     (tmp_path / "recipe.yaml").write_text(f"base: {ROOT}/recipes/quickstart.yaml\n{recipe}")
-    rows = b'{"question": "1+1?", "answer": "2"}\n'
+    rows = (SAMPLE / "train.jsonl").read_bytes()
     with running_hub() as server:
         use_hub(monkeypatch, server.url, tmp_path / "home")
         server.model("Qwen/Qwen3-1.7B").commit(folder_files(quickstart_data / "model"))
         server.dataset("openai/gsm8k").commit({"main/train.jsonl": rows, "main/test.jsonl": rows})
-        absolute = with_absolute_paths(load_recipe("recipe.yaml"))
+        absolute = with_absolute_paths(load_recipe("recipe.yaml", ["data.max_prompt_length=400"]))
         inputs = fetch_inputs(absolute, training_inputs(absolute))
     local, notices = inputs.recipe, inputs.notices
     prepared = prepare_training(local)
-    assert prepared.data_sources == ["openai/gsm8k"] and prepared.rows_of_sets == {"train": 1}
+    assert prepared.data_sources == ["openai/gsm8k"] and prepared.rows_of_sets == {"train": len(rows.splitlines())}
+    assert prepared.prompts is not None
+    assert rewards_of_solutions(local, prepared.prompts) == [1.0] * len(rows.splitlines())
     shown = [re.sub(r"[0-9a-f]{12}$", "COMMIT", line) for line in notices if not line.startswith("data.eval_files")]
     assert shown == [re.sub(r"[0-9a-f]{12}$", "COMMIT", line) for line in printed.splitlines()]
     pattern = r"hf://Qwen/Qwen3-1\.7B@[0-9a-f]{40}"

@@ -12,11 +12,17 @@ import pytest
 import typer
 
 from megarl.cli import app
+from megarl.data import load_tokenizer
+from megarl.preflight.data import read_data
+from megarl.preflight.hub_inputs import fetch_inputs, training_inputs
 from megarl.preflight.load import load_recipe
 from megarl.preflight.survey import prepare_training
 from megarl.preflight.user_functions import try_user_functions
+from megarl.recipe.paths import with_absolute_paths
 from megarl.rewards import ScoreRequest
 from tests.support.docs_pages import broken_links, unknown_settings
+from tests.support.fake_hub import folder_files, running_hub, use_hub
+from tests.support.gsm8k import SAMPLE, rewards_of_solutions
 from tests.support.tutorials import (  # fmt: skip
     FOLDER,
     ONLY_PARSED,
@@ -171,3 +177,21 @@ class TestWhatTheReaderWrites:
             if " model check " in line and not reason_not_to_run(line):
                 assert app(args=megarl_words(shlex.split(line)), standalone_mode=False) == 0
                 assert capsys.readouterr().out.endswith("megarl trains this model.\n")
+
+
+def test_the_recipe_with_names_of_the_hub(place: Path, quickstart_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines change my_model.yaml: its base reads files of `megarl data gsm8k`."""
+    write_files("your_model.md", place)
+    (lines,) = [content for language, title, content in blocks("your_model.md") if language == "yaml" and not title]
+    Path("by_name.yaml").write_text(f"base: my_model.yaml\n{lines}")
+    with running_hub() as server:
+        use_hub(monkeypatch, server.url, place / "home")
+        server.model("Qwen/Qwen3-8B").commit(folder_files(quickstart_data / "model"))
+        rows = {f"main/{name}.jsonl": (SAMPLE / f"{name}.jsonl").read_bytes() for name in ("train", "test")}
+        server.dataset("openai/gsm8k").commit(rows)
+        recipe = with_absolute_paths(load_recipe("by_name.yaml"))
+        local = fetch_inputs(recipe, training_inputs(recipe)).recipe
+    prepared = read_data(local, load_tokenizer(local.model.path), training=True)
+    assert len(prepared.prompt_sets) == 2
+    for prompts in prepared.prompt_sets:
+        assert set(rewards_of_solutions(local, prompts)) == {1.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import sys
 import threading
 import time
@@ -11,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from megarl.observe.console import clock, make_console, short
+from megarl.errors import command_name
+from megarl.observe.console import ConsoleStream, clock, make_console, short
 from megarl.observe.console import plain as plain_module
 from megarl.observe.console.figures import Pace, figures
 from megarl.observe.console.live import LiveConsole
 from megarl.observe.console.plain import PlainConsole
+from megarl.observe.json_lines import read_lines
 from megarl.observe.log import RunLog
+from megarl.observe.metrics import read_metrics
 from tests.support.log_recipe import make_recipe
 
 STEP = {
@@ -36,7 +40,7 @@ STEP = {
 def test_texts_that_the_stream_cannot_encode_do_not_end_the_run(kind: str, encoding: str, text: str) -> None:
     """Names and reasons come from data sets and models."""
     written = io.BytesIO()
-    console = make_console(make_recipe(console=kind), 0, 1, io.TextIOWrapper(written, encoding=encoding))
+    console = make_console(make_recipe(console=kind), 0, 1, ConsoleStream(io.TextIOWrapper(written, encoding=encoding)))
     console.notice(text, True)
     console.close()
     assert b"\\u" in written.getvalue()
@@ -140,7 +144,7 @@ def test_a_live_console_does_not_hide_the_cursor(tmp_path: Path) -> None:
 
 def test_auto_is_plain_without_a_terminal() -> None:
     recipe = make_recipe(console="auto")
-    assert isinstance(make_console(recipe, 0, 1, io.StringIO()), PlainConsole)
+    assert isinstance(make_console(recipe, 0, 1, ConsoleStream(io.StringIO())), PlainConsole)
 
 
 def test_times_and_numbers_are_formatted_for_reading() -> None:
@@ -215,3 +219,27 @@ def test_a_log_of_a_long_run_has_a_line_at_intervals(monkeypatch: pytest.MonkeyP
     assert shown(105, 1.0, {7: {"eval/loss": 0.5}, 8: {"source/a/scoring_failed": 1.0}})[:5] == [1, 5, 7, 8, 10]
     assert shown(1000, 20.0, {})[:5] == [1, 3, 5, 7, 9], "30 s without a line are too many"
     assert shown(101, 40.0, {}) == [*range(1, 102)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "live", "quiet", "json"])
+def test_a_run_goes_on_without_a_reader_of_its_output(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`megarl train | tee log`, and tee dies."""
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stream)
+        with RunLog(make_recipe(console=kind), tmp_path, 1, 3) as log:
+            log.step(1)
+            os.close(reader)
+            log.warn("a warning without a reader")
+            log.step(2)
+            log.step(3)
+        print("what the command prints after the run", flush=True)
+    texts = [line["text"] for line in read_lines(log.run_dir.notices)[0]]
+    assert [text for text in texts if "BrokenPipeError" in text] == [
+        "writing to stdout failed (BrokenPipeError: [Errno 32] Broken pipe): the console is off until the end of this command. "
+        f"Follow the run with: {command_name()} view {tmp_path}"
+    ]
+    assert [line["step"] for line in read_metrics(log.run_dir.metrics)] == [1, 2, 3]
+    assert capsys.readouterr().err.count("BrokenPipeError") == 1

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from megarl.cli import app
-from megarl.observe.console import make_console
+from megarl.observe.console import ConsoleStream, make_console
 from megarl.observe.log import RunLog
 from tests.support.log_recipe import make_recipe
 
@@ -89,7 +89,7 @@ def test_the_last_event_of_a_failed_run_has_the_error(tmp_path: Path, capsys: py
 def test_a_restarted_run_names_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setenv("MEGARL_RESTARTED_AFTER", "trainer 1 was killed")
-    make_console(make_recipe(console="json"), 4, 9, stream)
+    make_console(make_recipe(console="json"), 4, 9, ConsoleStream(stream))
     (start,) = events(stream.getvalue())
     assert start["first_step"] == 5 and start["restarted_after"] == "trainer 1 was killed"
 

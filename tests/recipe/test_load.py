@@ -9,7 +9,7 @@ import pytest
 from megarl.preflight.load import load_recipe
 from megarl.recipe import RecipeError, to_yaml
 from megarl.recipe.derived.offload import offloads
-from megarl.recipe.load import all_keys, flat_settings, settings_of
+from megarl.recipe.load import all_keys, flat_settings, read_recipe, setting_of, settings_of
 from megarl.recipe.schema import Recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -253,3 +253,65 @@ def test_a_single_value_becomes_a_list(folder: Path) -> None:
     assert recipe.lora.targets == ["q_proj"] and recipe.observe.profile_steps == [3] and recipe.evaluation.ks == [1, 2]
     error = refused(folder, "data.train_files={a: b}")
     assert "list[str]" in error.remedy
+
+
+TEXTS = [
+    "007",
+    "1129_0930",
+    "1.10",
+    "10:30",
+    "1e3",
+    "0x10",
+    "/tmp/a #1/runs",
+    "a: b",
+    "a, b",
+    "- a",
+    "# a",
+    "ends with:",
+    "a\\b",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_command_line_keeps_a_text_as_it_was_typed(folder: Path, text: str) -> None:
+    """YAML reads 1129_0930 as the number 11290930, and a space with # as a comment."""
+    overrides = [f"name={text}", f"train.replay={text}", f"data.train_files={text}", f"data.columns.prompt={text}"]
+    reading = read_recipe(folder / "recipe.yaml", overrides)
+    recipe = reading.recipe
+    assert not reading.errors
+    assert [recipe.name, recipe.train.replay, *recipe.data.train_files, recipe.data.columns["prompt"]] == [text] * 4
+    (folder / "resolved.yaml").write_text(to_yaml(recipe))
+    assert read_recipe(folder / "resolved.yaml").recipe == recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("train.replay=null", "train.replay", None),
+        ("train.replay='null'", "train.replay", "null"),
+        ('name="a\\tb"', "name", "a\tb"),
+        ("name=", "name", ""),
+        ("data.train_files=[a.jsonl, b.jsonl]", "data.train_files", ["a.jsonl", "b.jsonl"]),
+        ("train.steps=1_000", "train.steps", 1000),
+    ],
+)
+def test_the_command_line_reads_other_values_as_yaml(folder: Path, override: str, key: str, value: object) -> None:
+    assert settings_of(read_recipe(folder / "recipe.yaml", [override]).recipe)[key] == value
+
+
+@pytest.mark.parametrize(
+    "text", [*TEXTS, "yes", "null", "'a", '"a', "[a", "{a", "&a", "*a", "|", ">", "!a", "", "pens \u00e9 \U0001f58a"]
+)
+def test_a_setting_of_a_command_reads_back(folder: Path, text: str) -> None:
+    reading = read_recipe(folder / "recipe.yaml", [setting_of("name", text), setting_of("train.replay", text)])
+    assert not reading.errors and (reading.recipe.name, reading.recipe.train.replay) == (text, text)
+
+
+@pytest.mark.parametrize("text", ["007", "1129_0930", "1.10", "10:30"])
+def test_a_number_for_a_text_is_refused(folder: Path, text: str) -> None:
+    """The file's own words are lost: YAML reads 007 as 7, and the run would get another name."""
+    (folder / "base" / "lr.yaml").write_text(f"name: {text}\n")
+    error = refused(folder)
+    assert error.key == "name" and "a text, not a number" in str(error) and "name: '...'" in str(error)
+    (folder / "base" / "lr.yaml").write_text(f"name: '{text}'\n")
+    assert load_recipe(folder / "recipe.yaml").name == text

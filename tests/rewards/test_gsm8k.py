@@ -1,15 +1,12 @@
 """The GSM8K scorer, on hand-made strings and on all solutions of the data set."""
 
-from pathlib import Path
-
 import pytest
 
 from megarl.commands.data.gsm8k import prepare
 from megarl.rewards import RewardError, ScoreRequest, resolve, score
-from tests.support.gsm8k import GSM8K, needs_gsm8k
+from tests.support.gsm8k import GSM8K, SAMPLE, needs_gsm8k
 from tests.support.rows import read_rows
 
-SAMPLE = Path(__file__).parents[1] / "fixtures" / "gsm8k"
 SCORER = resolve("gsm8k", ["openai/gsm8k"])["openai/gsm8k"]
 
 
@@ -30,6 +27,10 @@ def value(response, ground_truth):
         ("#### 1080", "1,080", 1),
         ("#### 10,80", "1080", 1),  # separators at any place are ignored
         ("#### 12", "$12", 1),
+        ("#### 1080", "30*40=<<30*40=1080>>1,080 pages.\n#### 1,080", 1),  # the hub's column `answer`
+        ("#### 36", "48-19=<<48-19=29>>29 stay.\n29+7=<<29+7=36>>36 ride on.\n#### 36", 1),
+        ("#### 29", "48-19=<<48-19=29>>29 stay.\n29+7=<<29+7=36>>36 ride on.\n#### 36", 0),
+        ("#### 2", "#### 1\n#### 2", 1),
         ("#### 0.5", "0.5", 1),
         ("#### 72.0", "72", 0),
         ("#### 72.", "72", 0),
@@ -61,7 +62,7 @@ def test_strings(response, ground_truth, expected):
     assert value(response, ground_truth) == expected
 
 
-@pytest.mark.parametrize("ground_truth", [None, "", " ", ",", 72.0, True, ["72"]])
+@pytest.mark.parametrize("ground_truth", [None, "", " ", ",", "48-19=29\n####", 72.0, True, ["72"]])
 def test_a_row_without_a_usable_answer_is_an_error_not_a_zero(ground_truth):
     with pytest.raises(RewardError, match="ground_truth"):
         value("#### 72", ground_truth)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -103,3 +106,25 @@ def test_a_stopped_run_prints_how_to_resume(failing: Any, error: BaseException, 
 def test_a_run_stopped_before_its_first_checkpoint_has_a_message(failing: Any) -> None:
     _, printed = failing([], KeyboardInterrupt())
     assert "No checkpoint was written" in printed and "train.save_every=1 writes the first after step 1" in printed
+
+
+def test_a_cut_file_is_not_taken_for_ctrl_c(failing: Any) -> None:
+    """typer turns every EOFError into an abort; a user's function raises one when it reads a cut pickle."""
+    status, stderr = failing([], EOFError("Ran out of input"))
+    assert status == 1 and "EOFError: Ran out of input" in stderr and "Ctrl-C" not in stderr
+
+
+def test_the_broken_pipe_of_a_run_has_a_message(failing: Any) -> None:
+    """typer ends every command at EPIPE without a word, also if the pipe is not stdout."""
+    status, stderr = failing([], BrokenPipeError(32, "Broken pipe"))
+    assert status == 1 and "BrokenPipeError: [Errno 32] Broken pipe" in stderr
+
+
+def test_a_command_that_prints_ends_quietly_without_a_reader() -> None:
+    program = "from megarl.cli import main; main()"
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", program, "keys"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(writer)
+    assert ended.returncode == 1 and ended.stderr == ""

@@ -60,7 +60,7 @@ def matching(keys: Sequence[KeyDescription], pattern: str | None) -> list[KeyDes
 
 def default_text(value: Any) -> str:
     """Return a default as a recipe writes it."""
-    from megarl.recipe.load import yaml_word
+    from megarl.recipe.key import yaml_word
 
     if isinstance(value, (list, tuple, dict)):
         return json.dumps(value, ensure_ascii=False)

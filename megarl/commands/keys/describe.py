@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.recipe.load import section_types, yaml_word
+from megarl.recipe.key import section_types, yaml_word
 from megarl.recipe.schema import Recipe
 
 _BOUNDS = (("at_least", "at least"), ("above", "above"), ("at_most", "at most"))

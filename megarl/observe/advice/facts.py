@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megarl.recipe.former_names import with_present_names
-from megarl.recipe.load import yaml_word
+from megarl.recipe.key import yaml_word
 from megarl.recipe.schema import Recipe
 
 FEWEST = 10

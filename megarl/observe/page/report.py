@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import html
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import cut_middle
+from megarl.errors import command_name, cut_middle
 from megarl.observe.html import write_html
 from megarl.observe.page.bundle import one_file
 from megarl.observe.page.curves import MAX_POINTS
@@ -28,6 +29,17 @@ def write_report(run_dir: Path) -> Path:
     path = RunDirectory(run_dir).report
     write_html(path, one_file(html.escape(f"{data['answers']['runs']['runs'][0]['label']} · megarl"), data))
     return path
+
+
+def write_report_or_warn(run_dir: Path, warn: Callable[[str], None]) -> None:
+    """Write the report of a run that ends. A failure is a warning: the run's results are complete without the report."""
+    try:
+        write_report(run_dir)
+    except Exception as error:  # noqa: BLE001 - see above; the warning names the command that tries again
+        warn(
+            f"report.html could not be written ({type(error).__name__}: {error}). "
+            f"Try again with: {command_name()} report {run_dir}"
+        )
 
 
 def report_data(run_dir: Path) -> dict[str, Any]:
