@@ -45,7 +45,7 @@ _DEVICES = """
 Per device, as torch sees it: for a 910C one of its two dies. Sources are in
 [`megarl/platform/devices.yaml`](../megarl/platform/devices.yaml), figure by figure.
 
-| device | GiB | dense bf16 TFLOP/s | memory TB/s | link, network, host, host's network GB/s | per node | shares: train, prefill, decode, links |
+| device | GiB | dense bf16 TFLOP/s | memory TB/s | link, network, host, host's network GB/s | per node (full mesh) | shares: train, prefill, decode, links |
 |---|---|---|---|---|---|---|
 """
 _SIZES = """
@@ -182,7 +182,8 @@ def _device_row(device: Device) -> str:
         f"{share:g}" for share in (device.train_share, device.prefill_share, device.decode_share, device.link_share)
     )
     cells = [device.name, f"{device.memory:g}", f"{device.flops / 1e12:.4g}", f"{device.bandwidth / 1e12:.3g}", rates]
-    return f"| {' | '.join([*cells, str(device.per_node), shares])} |\n"
+    per_node = f"{device.per_node} ({device.mesh})" if device.mesh else str(device.per_node)
+    return f"| {' | '.join([*cells, per_node, shares])} |\n"
 
 
 def _size_row(model: str, total: float, active: float | None, source: str) -> str:

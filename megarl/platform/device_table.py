@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class Device:
     memory: float = _of("GiB", "of the device")
     flops: float = _of("FLOP/s", "peak in dense bfloat16")
     bandwidth: float = _of("bytes/s", "of the device's memory")
-    link: float = _of("bytes/s", "to another device of the machine, in one direction")
+    link: float = _of("bytes/s", "to the other devices of the machine, in one direction, over all its links")
     network: float = _of("bytes/s", "from one device to another machine, in one direction")
     host_link: float = _of("bytes/s", "to the host's memory, in one direction")
     per_node: int = _of("whole number", "devices per machine")
@@ -59,6 +60,12 @@ class Device:
     decode_share: float = _of("share of `bandwidth`, to 1", "reached by engines in decode")
     link_share: float = _of("share of links, to 1", "reached of `link`, `network` and `host_link`")
     layer_seconds: float = _of("seconds", "minimum time of a layer, even for few tokens: kernel launches")
+    mesh: int = _of(
+        "whole number",
+        "devices of a full mesh, in which any two share one of the `mesh` - 1 links of a device; 0 (a switch: each pair can use "
+        "all of `link`) if absent",
+        default=0,
+    )
     host_network: float = _of(
         "bytes/s",
         "from the machine's host to another host, over gloo's network interface, in one direction; 12.5e9 (100 Gbit/s, "
@@ -101,6 +108,24 @@ class Device:
         """Bytes/s between device and host that offloading reaches."""
         return (self.offload_link or self.host_link) * self.link_share
 
+    def mesh_of(self, index: int) -> int:
+        """Return the number of the full mesh of the machine's device `index`; 0 behind a switch, which joins all."""
+        return index // self.mesh if self.mesh else 0
+
+    def link_rate(self, members: Iterable[int]) -> float:
+        """Return the bytes/s of a device to a group in its machine. `members`: the group's indices in the machine.
+
+        n devices of a full mesh use n - 1 of the `mesh` - 1 links of each. A machine's meshes are joined by `host_link`
+        (PCIe), which limits groups over several meshes. A group of one device has no limit but `link`.
+        """
+        meshes = Counter(self.mesh_of(index) for index in members)
+        rates = [self.link]
+        if self.mesh:
+            rates += [self.link * (count - 1) / (self.mesh - 1) for count in meshes.values() if count > 1]
+        if len(meshes) > 1:
+            rates.append(self.host_link)
+        return min(rates)
+
     @property
     def kind(self) -> str:
         """Device kind as in `cluster.device`, derived from torch's name."""
@@ -110,7 +135,8 @@ class Device:
 _FIELDS = [key for key in fields(Device) if key.name != "name"]
 _NAMES = [key.name for key in _FIELDS]
 _NEEDED = [key.name for key in _FIELDS if key.default is MISSING and key.default_factory is MISSING]
-_NOT_NEGATIVE = ("communicator", "context", "graphs")
+_NOT_NEGATIVE = ("communicator", "context", "graphs", "mesh")
+_WHOLE = ("per_node", "mesh")
 _SHARES = ("train_share", "prefill_share", "decode_share", "link_share")
 
 
@@ -255,15 +281,19 @@ class _Entries:
             self._note(f"{name}.factors is {value!r}; it must be a mapping from phases to numbers.")
             return value
         if key in _NOT_NEGATIVE and value == 0 and not isinstance(value, bool):
-            return 0.0
+            return 0 if key in _WHOLE else 0.0
         number = self._number(name, key, value)
         if number is None:
             return value
         if key in _SHARES and number > 1:
             self._note(f"{name}.{key} is {value!r}; a share must be at most 1.")
-        if key == "per_node" and number != int(number):
-            self._note(f"{name}.per_node is {value!r}; it must be a whole number.")
-        return int(number) if key == "per_node" else number
+        if key not in _WHOLE:
+            return number
+        if number != int(number):
+            self._note(f"{name}.{key} is {value!r}; it must be a whole number.")
+        elif key == "mesh" and number < 2:
+            self._note(f"{name}.mesh is {value!r}; it must be 0 (a switch), or the devices of a mesh: at least 2.")
+        return int(number)
 
     def _number(self, name: str, key: str, value: Any) -> float | None:
         """Convert `value` to a positive number; notes a problem and returns None for any other value."""

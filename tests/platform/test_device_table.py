@@ -35,6 +35,26 @@ def test_an_entry_inherits_fields_from_the_entry_it_is_like(tmp_path: Path) -> N
     assert "Mine" not in devices()
 
 
+def test_devices_of_a_full_mesh_share_one_link_with_each_other_device(tmp_path: Path) -> None:
+    """An Atlas A2: 7 links of 28 GB/s. Its meshes, in a machine of 16, are joined by PCIe."""
+    a2 = device_named("910B")
+    rates = {members: a2.link_rate(range(members)) / 1e9 for members in (1, 2, 4, 8, 16)}
+    assert rates == pytest.approx({1: 196, 2: 28, 4: 84, 8: 196, 16: 64})
+    assert a2.link_rate((0, 8)) == a2.host_link, "one device of each mesh"
+    assert a2.link_rate((0, 1, 8, 9)) == pytest.approx(28e9), "the links between the two of a mesh"
+    assert a2.link_rate((1, 3, 5, 7)) == pytest.approx(84e9)
+    for name in ("910B1", "910B2", "910B2C", "910B4"):
+        assert device_named(name).link_rate((0, 1)) == pytest.approx(28e9)
+    for name in ("910C", "910C 20 cores", "H100", "A100", "CPU"):
+        switched = device_named(name)
+        assert switched.link_rate((0, 1)) == switched.link_rate(range(16)) == switched.link
+    user_file = tmp_path / "own.yaml"
+    user_file.write_text("Switched: {like: 910B, mesh: 0}\nFour: {like: 910B, mesh: 4, link: 90e9}\n")
+    table = devices(user_file)
+    assert table["Switched"].link_rate((0, 1)) == 196e9
+    assert table["Four"].link_rate((0, 1)) == pytest.approx(30e9)
+
+
 def test_a_users_entry_replaces_one_of_the_table(tmp_path: Path) -> None:
     user_file = tmp_path / "own.yaml"
     user_file.write_text("H100: {like: H100, train_share: 0.25}\n")
@@ -55,6 +75,12 @@ def test_a_users_entry_replaces_one_of_the_table(tmp_path: Path) -> None:
         ("Mine: {like: H100, memory: .inf}", "must be a number above 0"),
         ("Mine: {like: H100, train_share: 40}", "Mine.train_share is 40; a share must be at most 1"),
         ("Mine: {like: H100, per_node: 7.5}", "Mine.per_node is 7.5; it must be a whole number"),
+        ("Mine: {like: H100, mesh: 7.5}", "Mine.mesh is 7.5; it must be a whole number"),
+        (
+            "Mine: {like: H100, mesh: 1}",
+            r"Mine.mesh is 1; it must be 0 \(a switch\), or the devices of a mesh: at least 2",
+        ),
+        ("Mine: {like: H100, mesh: -8}", "Mine.mesh is -8; it must be a number above 0"),
         ("Mine: {like: H100, factors: 2}", "Mine.factors is 2; it must be a mapping"),
         ("Mine: {like: H100, factors: {gen: fast}}", "Mine.factors.gen is 'fast'"),
         ("A: {like: B}\nB: {like: A}", "A is like B is like A, which is a cycle"),
@@ -100,7 +126,7 @@ def test_every_field_has_a_unit_and_a_description() -> None:
     assert set(listed) == {"like", *(key.name for key in fields(Device) if key.name != "name")}
     assert all(key.unit and key.about for key in listed.values())
     assert [name for name, key in listed.items() if not key.needed] == [
-        "like", "host_network", "communicator", "context", "graphs", "process_memory", "offload_link", "adam_bandwidth", "torch", "factors"
+        "like", "mesh", "host_network", "communicator", "context", "graphs", "process_memory", "offload_link", "adam_bandwidth", "torch", "factors"
     ]  # fmt: skip
 
 

@@ -58,6 +58,12 @@ class SpeedRank(Rank):
         tensor = torch.ones(elements, device=self.platform.device())
         return self._timed(lambda: dist.send(tensor, 1) if self.rank == 0 else dist.recv(tensor, 0))
 
+    def gather(self, elements: int) -> list[float]:
+        """Time an all-gather of `elements` float32 in total over all ranks."""
+        part = torch.ones(elements // self.world_size, device=self.platform.device())
+        gathered = torch.empty(part.numel() * self.world_size, device=self.platform.device())
+        return self._timed(lambda: dist.all_gather_into_tensor(gathered, part))
+
     def _timed(self, operation: Callable[[], Any]) -> list[float]:
         operation()
         seconds = []

@@ -182,6 +182,44 @@ class TestCollectives:
         (line,) = self.of(monkeypatch, context, hosts="aabb", r1={"seconds": 1.0})
         assert f"{network / 1e9:.3g} GB/s (network of H100)" in line
 
+    @pytest.mark.parametrize(
+        ("groups", "limit", "of"),
+        [
+            ([(0, 1), (2, 3)], 28, "28 GB/s (link of 910B between 2 devices of a full mesh of 8)"),
+            ([(0, 2, 4, 6), (1, 3, 5, 7)], 84, "84 GB/s (link of 910B between 4 devices of a full mesh of 8)"),
+            ([tuple(range(8))], 196, "196 GB/s (link of 910B between 8 devices of a full mesh of 8)"),
+            (
+                [tuple(range(16))],
+                64,
+                "64 GB/s (links and host_link of 910B for 16 devices in several full meshes of 8)",
+            ),
+        ],
+    )
+    def test_limit_of_a_group_counts_its_links_in_a_full_mesh(self, context, groups, limit, of):
+        """Two devices of an Atlas A2 share one link of 28 GB/s."""
+        context.settings = replace(context.settings, device="npu")
+        timings = {
+            rank: replace(timing(rank)[0], ranks=group, collective="all_reduce") for group in groups for rank in group
+        }
+        hosts = ["a"] * 16
+        required, text = collectives.limit_of(context, timings, hosts, devices()["910B"])
+        assert (required / 1e9, text) == (pytest.approx(0.6 * limit), of)
+        for switched in ("910C", "H100"):
+            assert collectives.limit_of(context, timings, hosts, devices()[switched])[0] == pytest.approx(
+                0.6 * devices()[switched].link
+            )
+
+    def test_limit_of_sends_is_one_link_of_a_full_mesh(self, context):
+        """p2p goes from each rank to the next. On the second host, ranks 8 to 15 have the devices 0 to 7."""
+        context.settings = replace(context.settings, device="npu")
+        hosts = ["a"] * 8 + ["b"] * 8
+        for ranks in (tuple(range(8)), tuple(range(8, 16))):
+            timings = {rank: replace(timing(rank)[0], ranks=ranks, collective="p2p") for rank in ranks}
+            required, text = collectives.limit_of(context, timings, hosts, devices()["910B"])
+            assert required == pytest.approx(0.6 * 28e9) and "28 GB/s (link of 910B between 2 devices" in text
+        crossing = {rank: replace(timing(rank)[0], ranks=(7, 8)) for rank in (7, 8)}
+        assert collectives.limit_of(context, crossing, hosts, devices()["910B"])[0] == pytest.approx(0.6 * 25e9)
+
     def test_memory_of_a_communicator_above_the_limit_fails(self, monkeypatch, context):
         seconds = {f"r{rank}": {"seconds": 0.003} for rank in range(4)}
         (line,) = self.of(monkeypatch, context, memory=(10.0, 8.0), **seconds)
@@ -221,10 +259,10 @@ class TestCollectives:
 
     def test_slow_pairs_are_named(self, context):
         context.settings = replace(context.settings, device="cuda")
-        assert collectives.slow_pairs(context, StubRanks([], slow=2), 1000, "aaaa") == "2-3 (4e-07 GB/s)"
+        assert collectives.slow_pairs(context, StubRanks([], slow=2), 1000, "aaaa", None) == "2-3 (4e-07 GB/s)"
         assert "slow pairs: 2-3" in failed(context)[0]
         context.checks.clear()
-        assert collectives.slow_pairs(context, StubRanks([]), 1000, "aaaa") == "" and not failed(context)
+        assert collectives.slow_pairs(context, StubRanks([]), 1000, "aaaa", None) == "" and not failed(context)
 
     def test_network_pairs_are_compared_with_other_network_pairs(self, context):
         """A network at a fifth of the links' rate passes if all pairs agree; a pair slower than the others fails."""
@@ -238,14 +276,30 @@ class TestCollectives:
             return [rates[first, second] if rank == second else None for rank in range(16)]
 
         ranks = SimpleNamespace(size=16, call=call)
-        assert collectives.slow_pairs(context, ranks, 1000, hosts) == "" and not failed(context)
+        assert collectives.slow_pairs(context, ranks, 1000, hosts, devices()["H100"]) == "" and not failed(context)
         rates[3, 11] = 15.0
-        assert collectives.slow_pairs(context, ranks, 1000, hosts).startswith("3-11 ")
+        assert collectives.slow_pairs(context, ranks, 1000, hosts, devices()["H100"]).startswith("3-11 ")
         assert "slowest pair of ranks between hosts, 3-11" in failed(context)[0]
+
+    def test_pairs_between_meshes_are_compared_with_each_other(self, monkeypatch, context):
+        """PCIe between the meshes of a machine may be slower than half a link of a mesh."""
+        monkeypatch.setattr(collectives, "PAIRS", 120)
+        context.settings = replace(context.settings, device="npu")
+        slow = [(2, 3)]
+
+        def call(_: str, first: int, second: int, __: int) -> list[float | None]:
+            seconds = 9.0 if (first, second) in slow else 1.0 if first // 8 == second // 8 else 3.0
+            return [seconds if rank == second else None for rank in range(16)]
+
+        ranks = SimpleNamespace(size=16, call=call)
+        assert collectives.slow_pairs(context, ranks, 1000, ["a"] * 16, devices()["910B"]).startswith("2-3 ")
+        (line,) = failed(context)
+        assert "slowest pair of ranks within a mesh, 2-3" in line
+        assert any("between meshes of a host, median" in check.name for check in context.checks)
 
     def test_one_pair_gives_no_pass(self, context):
         context.settings = replace(context.settings, device="cuda")
-        collectives.slow_pairs(context, StubRanks([]), 1000, "aa")
+        collectives.slow_pairs(context, StubRanks([]), 1000, "aa", None)
         assert not any(check.verdict == "PASS" for check in context.checks)
 
     def test_pairs_of_many_hosts_are_spread_over_all(self):

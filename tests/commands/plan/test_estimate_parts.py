@@ -93,6 +93,39 @@ def test_seconds_of_rings_all_to_alls_and_sends() -> None:
     assert send_seconds(DEVICE, 1e9, 1) == 1 and send_seconds(DEVICE, 1e9, 4) == 10 and host_seconds(DEVICE, 1e9) == 1
 
 
+def test_a_group_in_a_full_mesh_has_its_links_only() -> None:
+    """Atlas A2: n devices have (n - 1) / 7 of 196 GB/s; 70 % of it is reached."""
+    a2 = device_named("910B")
+    rings = [1e3 * ring_seconds(a2, 1e9, members) for members in (2, 4, 8)]
+    assert rings == pytest.approx([25.51, 12.76, 6.378], rel=1e-3), "ms a GB"
+    assert ring_seconds(a2, 1e9, 4, stride=2) == ring_seconds(a2, 1e9, 4)
+    assert all_to_all_seconds(a2, 1e9, 4) == pytest.approx(1e9 / 4 / 19.6e9), "a quarter to each over its link"
+    assert send_seconds(a2, 1e9, 1) == send_seconds(a2, 1e9, 7) == pytest.approx(1e9 / 19.6e9)
+    between = ring_seconds(a2, 1e9, 16)
+    assert between == pytest.approx(15 / 16 * 1e9 / (196e9 * 0.7)), "8 ports of 25 GB/s, 7 links of 28"
+    assert ring_seconds(a2, 1e9, 4, stride=4) == pytest.approx(3 / 4 * 1e9 / 19.6e9), "2 ports, 1 link"
+    assert ring_seconds(a2, 1e9, 2, stride=8) == pytest.approx(1e9 / 2 / 17.5e9), "1 port"
+
+
+def test_the_meshes_of_a_machine_are_joined_by_pcie() -> None:
+    box16 = replace(device_named("910B"), per_node=16)
+    pcie = 64e9 * 0.7
+    assert ring_seconds(box16, 1e9, 8) == ring_seconds(device_named("910B"), 1e9, 8)
+    assert ring_seconds(box16, 1e9, 16) == pytest.approx(15 / 16 * 1e9 / pcie)
+    assert all_to_all_seconds(box16, 1e9, 16) == pytest.approx(8 / 16 * 1e9 / pcie), "half to the other mesh"
+    assert send_seconds(box16, 1e9, 8) == pytest.approx(1e9 / pcie)
+
+
+@pytest.mark.parametrize("name", ["910C", "H100"])
+def test_groups_behind_a_switch_have_the_whole_link(name: str) -> None:
+    device = device_named(name)
+    rate = device.link * device.link_share
+    for members in (2, 4, 8):
+        assert ring_seconds(device, 1e9, members) == pytest.approx((members - 1) / members * 1e9 / rate)
+        assert all_to_all_seconds(device, 1e9, members) == pytest.approx((members - 1) / members * 1e9 / rate)
+    assert send_seconds(device, 1e9, 1) == pytest.approx(1e9 / rate)
+
+
 def test_the_bound_is_the_largest_part() -> None:
     cost = Cost(compute=1, links=2) * 2 + Cost(host=3)
     assert (cost.seconds, cost.bound, cost.parts) == (9, "links between devices", {"compute": 2, "links": 4, "host": 3})
@@ -307,6 +340,10 @@ def test_weight_sync_sends_the_planned_bytes() -> None:
     mapped = weight_sync_cost(trainers(weight_sync__transport="ipc"), engines(), sharded)
     assert mapped.parts == pytest.approx({"links": 4e6 / 5e7 + 3e6 / 1e9, "host": 1.25e6 / 1e9}), (
         "data within the node uses its links; a quarter goes to another node through the host"
+    )
+    meshed = replace(trainers(weight_sync__transport="ipc"), device=replace(DEVICE, mesh=4))
+    assert weight_sync_cost(meshed, engines(), sharded).links == pytest.approx(4e6 / 5e7 + 3 * 3e6 / 1e9), (
+        "a bucket goes over one of a mesh's three links"
     )
     whole = weight_sync_cost(trainers(2), engines(), None)
     size = 2 * (1600 + 2000)

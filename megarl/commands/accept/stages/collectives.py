@@ -40,7 +40,7 @@ def run(context: StageContext) -> None:
         groups = ranks.call("lay_out", megatron, COLLECTIVE_SECONDS)
         names = sorted({name for rank_groups in groups for name in rank_groups}, key=lambda name: (name != "all", name))
         device = device_of(places[0]["device"])
-        pairs = slow_pairs(context, ranks, elements, hosts)
+        pairs = slow_pairs(context, ranks, elements, hosts, device)
         for name in names:
             before = at_start if name == "all" else ranks.call("memory")
             _group(context, ranks, name, elements, hosts, device, pairs, before)
@@ -85,10 +85,10 @@ def pairs_of(hosts: Sequence[str]) -> list[tuple[int, int]]:
     return [pair for kind in (within, between) for pair in kind[:: -(-len(kind) // PAIRS) or 1]]  # type: ignore[misc]
 
 
-def slow_pairs(context: StageContext, ranks: Ranks, elements: int, hosts: Sequence[str]) -> str:
+def slow_pairs(context: StageContext, ranks: Ranks, elements: int, hosts: Sequence[str], device: Device | None) -> str:
     """Measure pairs of ranks one at a time. Return a text that names the slow pairs, or "".
 
-    Pairs within a host and pairs between hosts are compared separately, since a network is slower than a machine's links.
+    Pairs of one kind (`_pair_kind`) are compared with each other, since a network is slower than a machine's links.
     """
     rates: dict[tuple[int, int], float] = {}
     for pair in pairs_of(hosts):
@@ -96,12 +96,26 @@ def slow_pairs(context: StageContext, ranks: Ranks, elements: int, hosts: Sequen
         seconds = next(answer for answer in ranks.call("pair", *pair, elements) if answer is not None)
         rates[pair] = 4 * elements / seconds
     context.figure("pairs of ranks, measured", f"{len(rates)} of {math.comb(len(hosts), 2)}")
-    named: list[str] = []
-    for kind, alike in (("within a host", True), ("between hosts", False)):
-        chosen = {pair: rate for pair, rate in rates.items() if (hosts[pair[0]] == hosts[pair[1]]) is alike}
-        if chosen:
-            named += _pairs(context, kind, chosen)
+    by_kind: dict[str, dict[tuple[int, int], float]] = {}
+    for pair, rate in rates.items():
+        by_kind.setdefault(_pair_kind(pair, hosts, device), {})[pair] = rate
+    named = [text for kind in sorted(by_kind, reverse=True) for text in _pairs(context, kind, by_kind[kind])]
     return ", ".join(named[:8])
+
+
+def _pair_kind(pair: tuple[int, int], hosts: Sequence[str], device: Device | None) -> str:
+    """Return the kind of connection of two ranks: a network, the links of a host, or those within or between its meshes."""
+    if hosts[pair[0]] != hosts[pair[1]]:
+        return "between hosts"
+    if device is None or not device.mesh:
+        return "within a host"
+    first, second = (device.mesh_of(index) for index in _local_indices(pair, hosts))
+    return "within a mesh" if first == second else "between meshes of a host"
+
+
+def _local_indices(ranks: Sequence[int], hosts: Sequence[str]) -> list[int]:
+    """Return the index of each of `ranks` among the ranks of its host. `hosts`: host of each rank."""
+    return [hosts[:rank].count(hosts[rank]) for rank in ranks]
 
 
 def _pairs(context: StageContext, kind: str, rates: dict[tuple[int, int], float]) -> list[str]:
@@ -162,9 +176,25 @@ def limit_of(
     """Return the required rate in bytes/s and its source: links within a machine, or the network between machines."""
     if context.tiny or device is None:
         return _TINY_RATE, "a minimum, since the table of devices has no links for this one"
-    within = all(len({hosts[rank] for rank in timing.ranks}) == 1 for timing in timings.values())
-    rate = device.link if within else device.network
-    return SHARE * rate, f"{rate / 1e9:.3g} GB/s ({'link' if within else 'network'} of {device.name})"
+    groups = {timing.ranks for timing in timings.values()}
+    if any(len({hosts[rank] for rank in group}) > 1 for group in groups):
+        return SHARE * device.network, f"{device.network / 1e9:.3g} GB/s (network of {device.name})"
+    if any(timing.collective == "p2p" for timing in timings.values()):  # from each rank to the next
+        groups = {pair for group in groups for pair in pairwise((*group, group[0]))}
+    members = min((_local_indices(group, hosts) for group in groups), key=device.link_rate)
+    rate = device.link_rate(members)
+    return SHARE * rate, f"{rate / 1e9:.3g} GB/s ({_connection(device, members)})"
+
+
+def _connection(device: Device, members: Sequence[int]) -> str:
+    """Name what limits `device.link_rate` of a group in a machine."""
+    if not device.mesh:
+        return f"link of {device.name}"
+    if len({device.mesh_of(index) for index in members}) > 1:
+        return (
+            f"links and host_link of {device.name} for {len(members)} devices in several full meshes of {device.mesh}"
+        )
+    return f"link of {device.name} between {len(members)} devices of a full mesh of {device.mesh}"
 
 
 def _two_on_a_device(context: StageContext) -> None:

@@ -80,7 +80,14 @@ def _rates(context: StageContext, ranks: LocalRanks, rates: dict[str, Calibratio
     measure("adam_bandwidth", 28.0 * elements, "adam", elements, how=f"Adam on {elements >> 20} Mi float32 weights")
     if not tiny:
         measure("host_link", 4.0 * elements, "to_device", elements, how="page-locked copy to all devices at once")
-    if ranks.size >= 2:
+    if ranks.size >= 2 and device is not None and device.mesh:
+        # Two devices of a full mesh share one link: `link` is of all links, which only a collective uses.
+        used = device.link_rate(range(ranks.size)) / device.link
+        how = f"all-gather of {ranks.size} devices"
+        if ranks.size < device.mesh:
+            how += f", x {1 / used:.3g} for all links of a full mesh of {device.mesh}"
+        measure("link", 4.0 * elements * (ranks.size - 1) / ranks.size / used, "gather", elements, how=how)
+    elif ranks.size >= 2:
         measure("link", 4.0 * elements, "send", elements, how="rank 0 to rank 1")
 
 

@@ -51,33 +51,36 @@ class Cost:
 def ring_seconds(device: Device, size: float, members: int, stride: int = 1) -> float:
     """Return the seconds of an all-gather or reduce-scatter of `size` bytes (gathered) over `members`, `stride` apart.
 
-    Each member sends (n - 1) / n of the bytes (Thakur et al. 2005, section 4.1). For a group over several nodes the network
-    is the bottleneck, with as many ports as the group has members per node.
+    Each member sends (n - 1) / n of the bytes (Thakur et al. 2005, section 4.1) at the rate of the group's links. A group
+    over several nodes also needs the network, with as many ports as the group has members per node.
     """
     if members <= 1:
         return 0.0
-    rate = device.link
+    rate = device.link_rate(range(0, min(members * stride, device.per_node), stride))
     if members * stride > device.per_node:
-        rate = min(device.link, device.network * max(1, device.per_node // stride))
+        rate = min(rate, device.network * max(1, device.per_node // stride))
     return size * (members - 1) / members / (rate * device.link_share)
 
 
 def all_to_all_seconds(device: Device, size: float, members: int) -> float:
     """Return the seconds of an all-to-all in which each of `members` neighbours sends `size` bytes in total.
 
-    Traffic within the node and between nodes runs at the same time.
+    Traffic within a full mesh, between the meshes of the node and between nodes runs at the same time.
     """
     if members <= 1:
         return 0.0
     near = min(members, device.per_node)
-    within = size * (near - 1) / members / device.link
+    joined = min(near, device.mesh or near)
+    within = size * (joined - 1) / members / device.link_rate(range(joined))
+    across = size * (near - joined) / members / device.host_link
     between = size * (members - near) / members / device.network
-    return max(within, between) / device.link_share
+    return max(within, across, between) / device.link_share
 
 
 def send_seconds(device: Device, size: float, distance: int) -> float:
     """Return the seconds of a transfer of `size` bytes to the device `distance` ranks away."""
-    return size / ((device.link if distance < device.per_node else device.network) * device.link_share)
+    rate = device.link_rate((0, distance)) if distance < device.per_node else device.network
+    return size / (rate * device.link_share)
 
 
 def host_seconds(device: Device, size: float) -> float:

@@ -8,7 +8,14 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.cluster.device_map import Demand
 from megarl.commands.plan.count.types import Links
 from megarl.commands.plan.count.workload import trainers_offload
-from megarl.commands.plan.time.cost import Cost, host_network_seconds, host_seconds, offload_seconds, ring_seconds
+from megarl.commands.plan.time.cost import (
+    Cost,
+    host_network_seconds,
+    host_seconds,
+    offload_seconds,
+    ring_seconds,
+    send_seconds,
+)
 from megarl.commands.plan.time.engines import Engines
 from megarl.commands.plan.time.trainers import Trainers, state_bytes, weight_bytes
 from megarl.platform.device_table import Device
@@ -22,7 +29,7 @@ def weight_sync_cost(trainers: Trainers, engines: Engines, sharded: Links | None
     Sharded (`sharded`): through host memory, limited by the device that sends most and the one that receives most; bytes
     between nodes use the hosts' interfaces evenly. Transport `device`: over the links between devices and the devices'
     network, while both sides read their host copies for fingerprints. Transport `ipc`: over the links between devices, also
-    within a device, and through the hosts to other nodes.
+    within a device, and through the hosts to other nodes. A rank copies one bucket at a time, over one link of a full mesh.
 
     Full (`sharded` is None), as mbridge exports: every trainer gathers every weight, rank 0 copies them to host memory, and
     gloo carries them from node to node over the hosts' interfaces (`export_host_seconds`); nothing overlaps.
@@ -31,7 +38,7 @@ def weight_sync_cost(trainers: Trainers, engines: Engines, sharded: Links | None
     if sharded is not None:
         most = max(sharded.sent, sharded.received)
         outside = sharded.between_nodes / sharded.total if sharded.total else 0.0
-        within = most * (1 - outside) / (device.link * device.link_share)
+        within = send_seconds(device, most * (1 - outside), distance=1)
         if trainers.recipe.weight_sync.transport == "device":
             links = most * outside / (device.network * device.link_share) + within
             return Cost(links=links, host=max(0.0, host_seconds(device, most) - links))
