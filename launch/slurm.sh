@@ -19,7 +19,7 @@
 #SBATCH --requeue
 # Slurm says how many GPUs a node gives, and not how many NPUs.
 export DEVICES_PER_NODE=${DEVICES_PER_NODE:-${SLURM_GPUS_ON_NODE:-16}}
-# With an image (leave out files that the hosts lack; with GPUs, apptainer exec --nv --bind /shared megarl.sif): container=(apptainer exec --bind /shared,/usr/local/Ascend/driver,/usr/local/dcmi,/usr/local/bin/npu-smi,/etc/ascend_install.info,/etc/hccn.conf megarl.sif)
+# With an image (leave out files that the hosts lack; on GPUs add --nv): container=(apptainer exec --bind /shared,/usr/local/Ascend/driver,/usr/local/dcmi,/usr/local/bin/npu-smi,/etc/ascend_install.info,/etc/hccn.conf megarl.sif)
 container=()
 interface=${MEGARL_INTERFACE:-}                 # the network interface between the nodes, where there are several
 

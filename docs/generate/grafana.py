@@ -57,7 +57,7 @@ def _panel(number: int, chart: Chart) -> dict[str, Any]:
         query, legend = expression(pattern)
         text = re.sub(r"\s+", " ", label.replace("*", "")).strip()
         targets.append({"refId": chr(ord("A") + place), "expr": query, "legendFormat": f"{legend} {text}".strip()})
-    unit = "percentunit" if chart.tick.endswith("%") else "Bps" if chart.title == "Network" else "short"
+    unit = "percentunit" if chart.tick.endswith("%") else "Bps" if chart.title.startswith("Network") else "short"
     custom = {"scaleDistribution": {"type": "log", "log": 10}} if chart.log else {}
     column, row = number % (_COLUMNS // _WIDTH), number // (_COLUMNS // _WIDTH)
     return {

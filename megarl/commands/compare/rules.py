@@ -142,8 +142,10 @@ def _metrics(a: Log, b: Log, options: CompareOptions) -> tuple[str, str, Compare
     """Return A's metric, B's metric, and the rule for them or None. Options take precedence over the logs' metrics."""
     rewarded = any(_first(REWARD, log) for log in (a, b))  # the loss is then a policy loss, which has no rule
     rule = REWARD if rewarded else LOSS
+    preferences = any(name.startswith("actor/dpo_") for log in (a, b) for name in log.metrics)  # no rule for DPO's loss
+    bounds = (REWARD,) if rewarded or preferences else (REWARD, LOSS)
     if options.metric is not None:
-        bounding = next((each for each in (REWARD, rule) if options.metric in each.metrics + each.also), None)
+        bounding = next((each for each in bounds if options.metric in each.metrics + each.also), None)
         return options.metric, options.metric_b or options.metric, bounding
     metric_a, metric_b = _first(rule, a), options.metric_b or _first(rule, b)
     if metric_a is None or metric_b is None:
@@ -152,7 +154,7 @@ def _metrics(a: Log, b: Log, options: CompareOptions) -> tuple[str, str, Compare
             f"({', '.join(LOSS.metrics)}) in common. Name the metric with --metric, and its name in B with --metric-b. "
             f"A has {_some(a)}; B has {_some(b)}."
         )
-    return metric_a, metric_b, rule
+    return metric_a, metric_b, rule if rule in bounds else None
 
 
 def _first(rule: CompareRule, log: Log) -> str | None:

@@ -115,7 +115,9 @@ def as_dict(result: Study) -> dict[str, Any]:
             for each in result.oversampled
         ],
         "recommended": {**plain(result.best), "settings": result.settings},
-        "recommended_colocated": None if result.best_colocated is None else plain(result.best_colocated),
+        "recommended_colocated": None
+        if result.best_colocated is None
+        else {**plain(result.best_colocated), "settings": result.colocated_settings},
         "notes": result.notes,
     }
 

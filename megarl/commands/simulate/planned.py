@@ -23,6 +23,7 @@ from megarl.hf.shape import ModelShape, model_shape
 from megarl.platform.device_table import Device
 from megarl.preflight.findings import one_line
 from megarl.preflight.models import sampled_errors
+from megarl.preflight.recipe.fleet import fleet_errors
 from megarl.recipe.algorithm import DynamicSamplingConfig
 from megarl.recipe.derived.at_update import UpdateRule
 from megarl.recipe.schema import Recipe, RolloutConfig
@@ -109,7 +110,7 @@ class SimulatedRecipe:
         recipe = self.recipe
         moved = recipe.cluster.placement != "colocated"
         transport = "auto" if recipe.weight_sync.transport == "device" else recipe.weight_sync.transport
-        return replace(
+        layout = replace(
             recipe,
             cluster=replace(recipe.cluster, placement="colocated", trainers=self.devices),
             megatron=replace(recipe.megatron, offload=None if moved else recipe.megatron.offload),
@@ -118,17 +119,17 @@ class SimulatedRecipe:
                 recipe.rollout,
                 engines=self.devices // recipe.rollout.tensor_parallel,
                 max_staleness=max_staleness,
-                min_engines=None,
                 at_update="refresh" if max_staleness else "auto",
                 refresh_after=None,
                 window=window if max_staleness else RolloutConfig().window,
             ),
         )
+        return _with_allowed_restarts(layout)
 
     def split(self, trainers: int, rule: UpdateRule, max_staleness: float, window: float) -> Recipe:
         """Return the recipe with separate devices for `trainers` and engines."""
         recipe = self.recipe
-        return replace(
+        layout = replace(
             recipe,
             cluster=replace(recipe.cluster, placement="disaggregated", trainers=trainers),
             megatron=replace(recipe.megatron, offload=None if recipe.megatron.offload else recipe.megatron.offload),
@@ -136,12 +137,12 @@ class SimulatedRecipe:
                 recipe.rollout,
                 engines=(self.devices - trainers) // recipe.rollout.tensor_parallel,
                 max_staleness=max_staleness,
-                min_engines=None,
                 at_update=rule,
                 refresh_after=recipe.rollout.refresh_after if rule == "keep" else None,
                 window=RolloutConfig().window if rule == "drain" else window,  # drain refuses another
             ),
         )
+        return _with_allowed_restarts(layout)
 
     def oversampled(self, layout: Recipe, oversample: float) -> Recipe:
         """Return `layout` with another `algorithm.dynamic_sampling.oversample`."""
@@ -178,3 +179,12 @@ class SimulatedRecipe:
         if self.recipe.cluster.placement == "disaggregated" and self.recipe.cluster.trainers in whole:
             nearest.add(self.recipe.cluster.trainers)
         return sorted(nearest)
+
+
+def _with_allowed_restarts(layout: Recipe) -> Recipe:
+    """Return `layout` without the recipe's `rollout.min_engines` and `rollout.step_timeout` if a run of this layout refuses them."""
+    least = layout.rollout.min_engines
+    if least is None or not any(error.key == "rollout.min_engines" for error in fleet_errors(layout)):
+        return layout
+    rollout = replace(layout.rollout, min_engines=None, step_timeout=RolloutConfig().step_timeout)
+    return replace(layout, rollout=rollout)

@@ -80,6 +80,7 @@ class Study:
     settings: list[str]  # command-line settings of `best`
     bytes_per_token: float
     best_colocated: SimulatedRun | None = None  # of a colocated recipe, among its runs on shared devices
+    colocated_settings: list[str] = field(default_factory=list)  # command-line settings of `best_colocated`
     oversampled: list[Oversampling] = field(default_factory=list)  # with dynamic sampling
     notes: list[str] = field(default_factory=list)
 
@@ -112,6 +113,10 @@ class Runner:
         else:
             layout = subject.split(setting.trainers, setting.rule, setting.max_staleness, setting.window)
         return layout if setting.oversample is None else subject.oversampled(layout, setting.oversample)
+
+    def settings(self, run: SimulatedRun) -> list[str]:
+        """Return the command-line settings that turn the recipe into the layout of `run`."""
+        return overrides(self.subject.recipe, self.layout(run.setting), KEYS)
 
     def run(self, setting: Setting) -> SimulatedRun | None:
         """Return the simulated run; None if a run would refuse the setting."""
@@ -164,6 +169,7 @@ def study(subject: SimulatedRecipe, *, steps: int = STEPS, max_lag: int | None =
         runs, best, splits = _at_split(runner, counts, best.setting.trainers, max_lag)
     oversampled = [_oversampling(runner, run) for run in _bases(runner, counts, best)]
     best = oversampled[-1].best if oversampled else best
+    shared = _best_colocated(runs, max_lag)
     return Study(
         recipe=subject.recipe.name,
         device=subject.device.name,
@@ -171,9 +177,10 @@ def study(subject: SimulatedRecipe, *, steps: int = STEPS, max_lag: int | None =
         runs=runs,
         splits=splits,
         best=best,
-        settings=overrides(subject.recipe, runner.layout(best.setting), KEYS),
+        settings=runner.settings(best),
         bytes_per_token=subject.bytes_per_token,
-        best_colocated=_best_colocated(runs, max_lag),
+        best_colocated=shared,
+        colocated_settings=[] if shared is None else runner.settings(shared),
         oversampled=oversampled,
         notes=[*notes, *_refused(runner), *assumptions(subject, steps)],
     )
@@ -295,7 +302,10 @@ KEYS = (
     "rollout.engines",
     "rollout.max_staleness",
     "rollout.at_update",
+    "rollout.refresh_after",
     "rollout.window",
+    "rollout.min_engines",
+    "rollout.step_timeout",
     "algorithm.dynamic_sampling.oversample",
 )
 """Recipe keys that a study may change."""

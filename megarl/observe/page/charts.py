@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 MAX_LABEL = 40  # characters in a legend
+MAX_CURVES = 8  # in a chart
 
 
 @dataclass(frozen=True)
@@ -164,11 +166,8 @@ CHARTS = (
     Chart("Memory", (("host/memory/*", "*"),), "Share of the machine's memory in use.", tick=".0%"),
     Chart("Devices in use", (("host/device_utilization/*", "*"),), "Mean over the trainers' devices.", tick=".0%"),
     Chart("Device memory", (("host/device_memory/*", "*"),), "Share in use, of the fullest device.", tick=".0%"),
-    Chart(
-        "Network",
-        (("host/received_per_second/*", "* received"), ("host/sent_per_second/*", "* sent")),
-        "Bytes per second.",
-    ),
+    Chart("Network: received", (("host/received_per_second/*", "*"),), "Bytes per second."),
+    Chart("Network: sent", (("host/sent_per_second/*", "*"),), "Bytes per second."),
     Chart(
         "Disk of the run",
         (("host/run_disk", "in use"),),
@@ -185,25 +184,39 @@ def present(metrics: Iterable[str]) -> list[dict[str, object]]:
     for chart in CHARTS:
         if chart.needs and chart.needs not in names:
             continue
-        curves = [
-            (name, _short((label or "*").replace("*", _matched_text(name, pattern))))
-            for pattern, label in chart.series
-            for name in names
-            if fnmatchcase(name, pattern)
-        ]
+        curves = _curves(chart, names)
         if len(curves) > chart.several:
             band = chart.band if chart.band and set(chart.band) <= set(names) else None
+            note = chart.note if band or not chart.band else chart.note.split(";")[0]
+            if len(curves) > MAX_CURVES:
+                note = f"{note} {MAX_CURVES} of {len(curves)} curves; All metrics has the others.".strip()
             drawn.append(
                 {
                     "title": chart.title,
-                    "note": chart.note if band or not chart.band else chart.note.split(";")[0],
-                    "series": curves[:8],
+                    "note": note,
+                    "series": curves[:MAX_CURVES],
                     "band": band,
                     "tick": chart.tick,
                     "log": chart.log,
                 }
             )
     return drawn
+
+
+def _curves(chart: Chart, names: list[str]) -> list[tuple[str, str]]:
+    """Return the metrics of the chart's curves, with their labels."""
+    curves = []
+    for pattern, label in chart.series:
+        matched = [(name, _matched_text(name, pattern)) for name in names if fnmatchcase(name, pattern)]
+        matched.sort(key=lambda pair: _order(pair[1]))
+        curves += [(name, _short((label or "*").replace("*", text))) for name, text in matched]
+    return curves
+
+
+def _order(text: str) -> tuple[int, list[tuple[str, int]]]:
+    """Return the key by which curves are sorted: ``max`` and ``mean`` first, numbers by their value."""
+    parts = re.findall(r"(\D*)(\d*)", text)
+    return 0 if text in ("max", "mean") else 1, [(word, int(digits or -1)) for word, digits in parts]
 
 
 def _short(label: str) -> str:

@@ -1,4 +1,4 @@
-"""Facts about a run for its page: status, key figures, phases, timeline. The run may be live, crashed or without a finished step."""
+"""Facts about a run for its page: status, key figures, phases, waits, timeline. The run may be live, crashed or without a finished step."""
 
 from __future__ import annotations
 
@@ -24,10 +24,26 @@ from megarl.observe.sessions import effective_time, time_text
 MAX_BARS = 120  # in the chart of phase times
 MAX_SPANS = 1500  # in the timeline
 TIMELINE_STEPS = 5
+RECENT_STEPS = 20  # in the first half of the table of waits
 _SILENT_SECONDS = 3600.0
 
 _ACCURACIES = ("eval/greedy", "eval/dpo_accuracy")  # in addition to pass@k and maj@k
 _LABELS = {"eval/loss": "Evaluation loss", "eval/dpo_accuracy": "Evaluation: chosen ahead"}
+
+_WAITS = (
+    ("Trainers wait for engines to sample", ("rollout/wait_seconds/engines",)),
+    ("Trainers wait for scorers and judges", ("rollout/wait_seconds/scorers",)),
+    ("Trainers wait for older groups (rollout.window)", ("rollout/wait_seconds/window",)),
+    ("Trainers wait for a batch, in total", ("timing_s/gen",)),
+    ("Trainers wait for running groups before an update", ("timing_s/drain",)),
+    ("Trainers and loading engines wait for weight sync", ("timing_s/weight_sync",)),
+    ("Trainers wait for a checkpoint", ("timing_s/save",)),
+    ("Trainers wait for an evaluation", ("timing_s/eval",)),
+    ("Trainers wait for restarts", ("timing_s/recovery", "fleet/restart_seconds")),
+)
+"""(text of the row, metrics with seconds, which are added)"""
+_IDLE = "rollout/engines_idle"  # a share of the time
+WAIT_METRICS = ("timing_s/step", _IDLE, *(name for _, names in _WAITS for name in names))
 
 STATUS_TEXTS = {
     "running": ("running", "in progress"),
@@ -187,7 +203,7 @@ def phase_times(lines: list[dict[str, float]], nested: set[str]) -> dict[str, An
     Phases inside other phases (`nested`) are left out, because their time would count twice. "other" is the time of a step
     outside all phases.
     """
-    timed = [line for line in lines if "timing_s/step" in line and line["step"] > 0]  # 0 is the evaluation at the start
+    timed = _timed(lines)
     per_bar = max(1, math.ceil(len(timed) / MAX_BARS))
     names = {name.removeprefix("timing_s/") for line in timed for name in line if name.startswith("timing_s/")}
     names -= {"step"} | nested
@@ -195,7 +211,7 @@ def phase_times(lines: list[dict[str, float]], nested: set[str]) -> dict[str, An
     seconds = {name: [_mean(bar, name) for bar in bars] for name in names}
     whole = [_mean(bar, "step") for bar in bars]
     other = [max(0.0, step - sum(column[i] for column in seconds.values())) for i, step in enumerate(whole)]
-    totals = {name: sum(filter(math.isfinite, (line.get(f"timing_s/{name}", 0.0) for line in timed))) for name in names}
+    totals = {name: _finite_sum(timed, f"timing_s/{name}") for name in names}
     ordered = sorted(names, key=lambda name: -totals[name])
     return {
         "x": [bar[0]["step"] if per_bar == 1 else (bar[0]["step"] + bar[-1]["step"]) / 2 for bar in bars],
@@ -209,9 +225,55 @@ def _mean(bar: list[dict[str, float]], name: str) -> float:
     return sum(line.get(f"timing_s/{name}", 0.0) for line in bar) / len(bar)
 
 
-def timeline(spans: list[dict[str, Any]]) -> dict[str, Any]:
+def _timed(lines: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Return the lines of training steps. Step 0 is the evaluation at the start."""
+    return [line for line in lines if "timing_s/step" in line and line["step"] > 0]
+
+
+def wait_times(lines: list[dict[str, float]]) -> dict[str, Any]:
+    """Return who waits for whom: by row the mean seconds per step and their share of the steps' time, of the last steps and of all.
+
+    ``steps``: how many steps count as the last; 0 before the first step. A metric that a line lacks is 0 in this step. Of `lines` it
+    reads `WAIT_METRICS`.
+    """
+    timed = _timed(lines)
+    recent = timed[-RECENT_STEPS:]
+    names = {name for line in timed for name in line}
+    rows = [
+        {"text": text, "recent": _wait(recent, metrics), "all": _wait(timed, metrics)}
+        for text, metrics in _WAITS
+        if names & set(metrics)
+    ]
+    if _IDLE in names:
+        text = "Engines without a group (rollout.max_staleness, loading, the end)"
+        rows.append({"text": text, "recent": _idle(recent), "all": _idle(timed)})
+    return {"steps": len(recent), "rows": rows}
+
+
+def _wait(lines: list[dict[str, float]], names: tuple[str, ...]) -> dict[str, float | None]:
+    seconds, whole = _finite_sum(lines, *names), _finite_sum(lines, "timing_s/step")
+    return {"seconds": rounded(seconds / len(lines)), "share": rounded(seconds / whole) if whole else 0.0}
+
+
+def _idle(lines: list[dict[str, float]]) -> dict[str, float | None]:
+    shares = [line[_IDLE] for line in lines if math.isfinite(line.get(_IDLE, math.nan))]
+    return {"seconds": None, "share": rounded(sum(shares) / len(shares)) if shares else None}
+
+
+def _finite_sum(lines: list[dict[str, float]], *names: str) -> float:
+    return sum(filter(math.isfinite, (line.get(name, 0.0) for line in lines for name in names)))
+
+
+def nested_phases(spans: list[dict[str, Any]]) -> set[str]:
+    """Return the phases that run only inside other phases. Training runs inside ``recovery`` too, which does not make it nested."""
+    phases = [span for span in spans if span["process"] == "controller"]
+    inside = {span["name"] for span in phases if "inside" in span["args"]}
+    return inside - {span["name"] for span in phases if "inside" not in span["args"]}
+
+
+def timeline(spans: list[dict[str, Any]], sessions: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the spans of the last steps: one row per phase of the controller, then one row per other track."""
-    spans = _last_session(spans)
+    spans = _without_repeats(spans, sessions)
     steps = sorted({span["args"]["step"] for span in spans if "step" in span.get("args", {})})[-TIMELINE_STEPS:]
     if not steps:
         return {"rows": [], "spans": [], "steps": []}
@@ -229,8 +291,10 @@ def timeline(spans: list[dict[str, Any]]) -> dict[str, Any]:
     return {"rows": rows, "spans": bars, "steps": [steps[0], steps[-1]]}
 
 
-def _last_session(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the spans since the run last went back to an earlier step, so that repeated steps are drawn once."""
+def _without_repeats(spans: list[dict[str, Any]], sessions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the spans of the last session since it last went back to an earlier step, so that repeated steps are drawn once."""
+    if sessions:
+        spans = [span for span in spans if span["ts"] >= sessions[-1]["began"] * 1e6]
     phases = [s for s in spans if s["process"] == "controller" and "step" in s.get("args", {})]
     phases.sort(key=lambda span: span["ts"])
     begins = [

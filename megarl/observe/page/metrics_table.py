@@ -118,23 +118,28 @@ class MetricsTable:
         """Return the curves of the metrics `names` for report.html, each thinned to about `REPORT_POINTS` points.
 
         ``steps`` and ``hours`` have a value per line of which a curve has a point. ``places``: different lists of indices
-        into them. ``metrics``: by name the number of its list of indices, and the values.
+        into them. ``metrics``: by name the number of its list of indices, and the values. ``between``: by
+        name of a thinned curve the values that are left out, for smoothing; see `_between`.
         """
         kept = {name: self._kept(self._columns[name]) for name in names}
         used = sorted({number for _, numbers in kept.values() for number in numbers})
         index = {number: place for place, number in enumerate(used)}
         places: dict[tuple[int, ...], int] = {}
-        metrics = {}
+        metrics: dict[str, list[Any]] = {}
+        between: dict[str, list[list[float | None]]] = {}
         for name, (points, numbers) in kept.items():
             column = self._columns[name].values
             number = places.setdefault(tuple(index[line] for line in numbers), len(places))
             metrics[name] = [number, [rounded(column[point]) for point in points]]
+            if len(points) < len(column):
+                between[name] = _between(np.frombuffer(column, dtype=np.float64), points)
         hours = self.hours()
         return {
             "steps": [int(self.steps[line]) for line in used],
             "hours": [rounded(hours[line]) for line in used],
             "places": list(places),
             "metrics": metrics,
+            "between": between,
         }
 
     @staticmethod
@@ -149,6 +154,18 @@ class MetricsTable:
             values = np.frombuffer(column.values, dtype=np.float64)
             seconds[np.frombuffer(column.lines, dtype=np.int64)] = np.where(np.isfinite(values), values, 0.0)
         return np.cumsum(seconds) / 3600
+
+
+def _between(values: np.ndarray, points: Sequence[int]) -> list[list[float | None]]:
+    """Return the means, and the counts, of the finite values between each of `points` and the point before it."""
+    means: list[float | None] = []
+    counts: list[float | None] = []
+    for before, point in itertools.pairwise([-1, *points]):
+        skipped = values[before + 1 : point]
+        finite = skipped[np.isfinite(skipped)]
+        means.append(rounded(finite.mean()) if len(finite) else None)
+        counts.append(len(finite))
+    return [means, counts]
 
 
 def smoothed(values: Sequence[float] | np.ndarray, weight: float) -> np.ndarray:

@@ -14,8 +14,10 @@ from megarl.observe.advice.of_run import METRICS
 from megarl.observe.page.charts import present
 from megarl.observe.page.facts import (
     STATUS_TEXTS,
+    WAIT_METRICS,
     advice_of,
     key_figures,
+    nested_phases,
     parsed_settings,
     phase_times,
     read_summary,
@@ -23,6 +25,7 @@ from megarl.observe.page.facts import (
     run_status,
     time_facts,
     timeline,
+    wait_times,
 )
 from megarl.observe.page.followed_file import FollowedFile
 from megarl.observe.page.metrics_table import MAX_DAMAGED, MetricsTable
@@ -160,14 +163,14 @@ class ViewedRun:
             }
 
     def phases(self) -> dict[str, Any]:
-        """Return the seconds of each phase by step, and the timeline of the last steps."""
+        """Return the seconds of each phase by step, who waits for whom, and the timeline of the last steps."""
         with self._guard:
             self._metrics.update()
             spans = self._trace.spans()
-            nested = {span["name"] for span in spans if "inside" in span["args"]}
             return {
-                "phases": phase_times(self._metrics.lines("timing_s/*"), nested),
-                "timeline": timeline(spans),
+                "phases": phase_times(self._metrics.lines("timing_s/*"), nested_phases(spans)),
+                "waits": wait_times(self._metrics.lines(*WAIT_METRICS)),
+                "timeline": timeline(spans, self._sessions()),
                 "has_trace": self.run_dir.trace.exists(),
             }
 

@@ -204,6 +204,14 @@ class TestRules:
             compare_logs(base, base, CompareOptions(metric="actor/loss"))
         assert compare_logs(base, base, CompareOptions(metric="actor/loss", max_error=0.01)).within
 
+    def test_the_loss_of_preferences_has_no_rule(self) -> None:
+        """Two DPO runs: the bound of the SFT loss says nothing about theirs."""
+        base = log({}, **{"actor/loss": {1: 0.69}, "actor/dpo_accuracy": {1: 0.5}})
+        for options in (CompareOptions(), CompareOptions(metric="actor/loss")):
+            with pytest.raises(ValueError, match="--max-error"):
+                compare_logs(base, base, options)
+        assert compare_logs(base, base, CompareOptions(max_error=0.01)).rule == "actor/loss"
+
     def test_rl_against_sft_is_refused(self) -> None:
         with pytest.raises(ValueError, match="neither a reward"):
             compare_logs(

@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.commands.plan.search.layouts import overrides
 from megarl.commands.plan.time.estimate import estimate
 from megarl.commands.simulate.command import as_dict
 from megarl.commands.simulate.lengths import DrawnLengths, LogNormal, parse_lengths
@@ -22,12 +21,14 @@ from megarl.commands.simulate.planned import SimulatedRecipe
 from megarl.commands.simulate.show.console import HEAD, remarks, schedule_columns, show
 from megarl.commands.simulate.show.page import draw, render
 from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
-from megarl.commands.simulate.study import KEYS, SimulatedRun, Study, recommended, study
+from megarl.commands.simulate.study import Runner, SimulatedRun, Study, recommended, study
 from megarl.errors import InputError
 from megarl.platform.device_table import device_named
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import POLICY, config_of
 from megarl.recipe.derived.at_update import max_lag, update_rule
+from megarl.recipe.load import settings_of, to_yaml
+from megarl.recipe.schema import RolloutConfig
 from tests.support.estimate_cases import QWEN, recipe
 
 ROOT = Path(__file__).parents[3]
@@ -157,12 +158,45 @@ def test_the_largest_lag_is_respected(result: Study) -> None:
         recommended(result.runs[1:], 0)
 
 
-def test_settings_turn_the_recipe_into_the_recommended_layout(result: Study) -> None:
-    case, setting = subject(), result.best.setting
-    layout = case.split(setting.trainers, setting.rule, setting.max_staleness, setting.window)
-    assert result.settings == overrides(case.recipe, layout, KEYS)
-    assert f"rollout.max_staleness={setting.max_staleness}" in result.settings
-    assert "cluster.placement=disaggregated" in result.settings
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"rollout__at_update": "keep", "rollout__refresh_after": 2},
+        {"rollout__min_engines": 2, "rollout__step_timeout": 600.0},
+    ],
+)
+def test_printed_settings_turn_the_recipe_into_the_simulated_layout(settings: dict[str, Any], tmp_path: Path) -> None:
+    """They are read as `megarl train` reads them."""
+    shares = not settings
+    apart: dict[str, Any] = {} if shares else {"cluster__placement": "disaggregated", "rollout__max_staleness": 2.0}
+    case = subject(**{**apart, **settings})
+    assert case.refusal(case.recipe) is None
+    path = tmp_path / "recipe.yaml"
+    path.write_text(to_yaml(case.recipe))
+    result, runner = study(case, steps=1), Runner(case, 1)
+    for run in [*result.runs[::5], *result.splits]:
+        layout = load_recipe(path, runner.settings(run), check=False)
+        assert settings_of(layout) == settings_of(runner.layout(run.setting)), run.setting
+        assert case.refusal(layout) is None, run.setting
+    assert result.settings == runner.settings(result.best)
+    assert bool(result.colocated_settings) == shares
+
+
+def test_engines_may_die_in_the_layouts_that_allow_it() -> None:
+    """`rollout.step_timeout` is refused without `rollout.min_engines`, so a recipe with both loses both or none."""
+    apart: dict[str, Any] = {"cluster__placement": "disaggregated", "rollout__max_staleness": 2.0}
+    case = subject(**apart, rollout__min_engines=2, rollout__step_timeout=600.0)
+    kept, without = (2, 600.0), (None, RolloutConfig().step_timeout)
+    for layout, expected in (
+        (case.split(8, "refresh", 2, 0.3), kept),  # 4 engines
+        (case.split(8, "drain", 2, 0.0), kept),
+        (case.split(12, "refresh", 2, 0.3), without),  # 2 engines
+        (case.split(8, "finish", 2, 0.3), without),
+        (case.colocated(), without),
+    ):
+        assert (layout.rollout.min_engines, layout.rollout.step_timeout) == expected
+        assert case.refusal(layout) is None
 
 
 def test_rules_that_a_run_refuses_are_left_out_with_the_reason() -> None:
@@ -195,8 +229,10 @@ def test_a_colocated_recipe_has_a_recommendation_on_shared_devices(result: Study
     assert best is not None and best.name == "colocated"
     shared = [run for run in result.runs if run.setting.colocated]
     assert best.outcome.tokens_per_second >= 0.95 * max(run.outcome.tokens_per_second for run in shared)
-    settings = f"rollout.max_staleness={best.setting.max_staleness:g} rollout.window={best.setting.window:g}"
+    settings = " ".join(result.colocated_settings)
+    assert "rollout.at_update=refresh" in settings and "cluster.trainers=16" in settings
     assert any("On shared devices" in line and line.endswith(settings) for line in remarks(result))
+    assert as_dict(result)["recommended_colocated"]["settings"] == result.colocated_settings
     assert study(subject(), steps=2, max_lag=1).best_colocated is not None
     assert study(subject(cluster__placement="disaggregated"), steps=2).best_colocated is None
 
@@ -226,6 +262,19 @@ def test_tables_and_page(result: Study, capsys: pytest.CaptureFixture[str]) -> N
     chosen: list[SimulatedRun] = [run for run in result.runs if run is result.best]
     assert sum(point.best for line in lines for point in line.points) == len(chosen)
     assert all(0 <= point.x <= 720 and 0 <= point.y <= 320 for line in lines for point in line.points)
+
+
+def test_every_line_of_the_chart_has_a_colour_and_the_recommended_schedule_a_large_point(result: Study) -> None:
+    """A recipe with another window has over 12 lines. The fastest split of the recommended schedule may not be the table's."""
+    setting = result.best.setting
+    best = replace(result.best, setting=replace(setting, trainers=setting.trainers + 2, oversample=2.0))
+    more = [replace(run, setting=replace(run.setting, window=0.5)) for run in result.runs if run.setting.window == 0.3]
+    changed = replace(result, best=best, runs=[*result.runs, *more])
+    html, lines = render(changed), draw(changed).lines
+    assert len(lines) > 12
+    assert set(re.findall(r"var\(--c(\d+)\)", html)) <= set(re.findall(r"--c(\d+): #", html))
+    (point,) = [point for line in lines for point in line.points if point.best]
+    assert point.label == f"{setting.max_staleness:g}"
 
 
 def test_json_is_strict_and_has_every_figure(result: Study) -> None:

@@ -76,6 +76,46 @@ def test_labels_of_the_axis_are_whole_and_different(
     assert chart_page.errors == []
 
 
+# Draws curves and bands; returns the points of the filled area, the number of single points, and the texts at x = `at`.
+POINT = """((spec, curves, bands, at) => {
+  const chart = new Chart(spec);
+  document.body.replaceChildren(chart.element);
+  const pen = chart.canvas.getContext("2d");
+  let [path, area, alone] = [[], [], 0];
+  const [begin, fill, rectangle] = [pen.beginPath.bind(pen), pen.fill.bind(pen), pen.fillRect.bind(pen)];
+  pen.lineTo = (x, y) => { path.push(y); };
+  pen.beginPath = () => { path = []; begin(); };
+  pen.fill = () => { area = path; fill(); };
+  pen.fillRect = (...place) => { alone += 1; rectangle(...place); };
+  chart.set(curves.map((curve) => ({ label: "a", color: "--c0", dash: [], ...curve })), bands);
+  chart.point(chart.x(at));
+  return { area, alone, height: chart.canvas.clientHeight, texts: [...chart.tip.children].map((row) => row.textContent) };
+})"""
+
+
+def draw(page: Chromium, spec: dict[str, Any], curves: list[Any], bands: list[Any], at: float) -> dict[str, Any]:
+    page.set_screen(1280, 900)
+    arguments = ", ".join(json.dumps(value) for value in ({"title": "t", **spec}, curves, bands, at))
+    answer: dict[str, Any] = page.evaluate(f"{POINT}({arguments})")
+    assert page.errors == []
+    return answer
+
+
+def test_a_value_of_another_step_has_its_step(chart_page: Chromium) -> None:
+    """An evaluation has a value every 10 steps."""
+    curves = [{"x": [1, 2, 3, 4], "y": [1, 2, None, 4]}, {"x": [0, 10], "y": [5, 6], "label": "b"}]
+    assert draw(chart_page, {}, curves, [], 3)["texts"] == ["step 3", "a not finite", "b 5 (step 0)"]
+
+
+def test_a_logarithmic_chart_of_zeros(chart_page: Chromium) -> None:
+    """A positive value between zeros is a point; a band that begins at zero ends at the axis."""
+    curve = {"x": [0, 1, 2, 3, 4], "y": [0, 1e-3, 0, 1e-2, 1e-1]}
+    band = {"color": "--c0", "x": curve["x"], "low": [0, 0, 0, 1e-3, 1e-2], "high": [0, 1e-2, 1e-2, 1, 1]}
+    drawn = draw(chart_page, {"log": True}, [curve], [band], 1)
+    assert drawn["alone"] == 1
+    assert len(drawn["area"]) == 8 and all(0 <= y <= drawn["height"] for y in drawn["area"]), drawn["area"]
+
+
 @pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 900)], ids=["phone", "desktop"])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_report_without_a_recipe_says_so(

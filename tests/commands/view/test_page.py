@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import re
 import time
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import pytest
 from megarl.observe.html import script_json
 from megarl.observe.log import RunLog
 from megarl.observe.page.bundle import bundled
+from megarl.observe.page.metrics_table import smoothed
 from megarl.observe.page.report import report_data, write_report
 from tests.commands.view.conftest import Open, serving
 from tests.support.agent_run import make_agent_run
@@ -104,10 +107,68 @@ def test_tokens_of_a_sample(browser: Chromium, address: str) -> None:
     browser.evaluate("document.querySelector('.token').click()")
     facts = browser.evaluate("document.querySelector('.token-facts').textContent")
     assert facts.startswith('token 0 "She" · gap ') and " · ratio " in facts and " · entropy " in facts
+    place = """(() => {
+      const canvas = document.querySelector('.sample-detail canvas'), box = canvas.getBoundingClientRect();
+      const x = box.left + 54 + 2 / (document.querySelectorAll('.token').length - 1) * (box.width - 64);
+      canvas.dispatchEvent(new PointerEvent('pointermove', { clientX: x, clientY: box.top + 20 }));
+      return document.querySelector('.sample-detail .tip').textContent;
+    })()"""
+    browser.wait_for(f"{place}.startsWith('token 2')")
+    assert browser.evaluate(place) == "token 2gap not in the loss", "token 2 is masked; its value is finite"
     # A sample without recorded tokens says so.
     open_tab(browser, address, "samples?run=1")
     browser.wait_for("document.querySelector('.sample-detail .empty')")
     assert "were not recorded" in browser.evaluate("document.querySelector('.sample-detail').textContent")
+
+
+def test_samples_follow_until_the_reader_opens_one(browser: Chromium, tmp_path: Path) -> None:
+    """On a desktop the page shows the first sample at once, though the reader has not opened it."""
+    browser.set_screen(1400, 900)
+    log = make_run(tmp_path / "run", 3, live=True)
+    head = "document.querySelector('.group')?.textContent.startsWith"
+    try:
+        with serving(tmp_path / "run") as address:
+            open_tab(browser, address, "samples")
+            browser.wait_for("document.querySelector('.sample-detail pre')")
+            add_step(log, 4)
+            browser.wait_for(f"{head}('step 4')", 20)
+            browser.evaluate("document.querySelectorAll('.sample')[1].click()")
+            browser.wait_for("location.hash.includes('offset=')")
+            log.step(5)  # without samples
+            add_step(log, 6)
+            browser.wait_for("document.querySelector('.note').textContent.startsWith('Step 6 has samples')", 20)
+            assert browser.evaluate(f"{head}('step 4')")
+            # From step 5 the buttons go to the steps next to it.
+            set_step = "(() => { document.querySelector('input[type=number]').value = 5; })()"
+            for button, step in (("later step (])", 6), ("earlier step ([)", 4)):
+                browser.evaluate(set_step)
+                browser.evaluate(f"document.querySelector('button[title=\"{button}\"]').click()")
+                browser.wait_for(f"{head}('step {step}')")
+                assert browser.evaluate("document.querySelector('input[type=number]').value") == str(step)
+            browser.open("about:blank")  # which asks no server that has ended
+    finally:
+        log.close("finished")
+    assert browser.errors == []
+
+
+def test_the_number_of_charts_that_are_left_out_stays(browser: Chromium, tmp_path: Path) -> None:
+    browser.set_screen(1400, 900)
+    log = make_run(tmp_path / "run", 1, live=True)
+    log.add({f"many/metric_{i:03d}": float(i) for i in range(320)})
+    add_step(log, 2)
+    log.close("finished")
+    with log.run_dir.notices.open("a") as file:
+        file.writelines(json.dumps({"text": f"notice {number}"}) + "\n" for number in range(1001))
+    report = write_report(tmp_path / "run").as_uri()
+    browser.open(f"{report}#curves")
+    browser.wait_for(READY["curves"])
+    note = browser.evaluate("document.querySelector('.page > .note').textContent")
+    assert re.fullmatch(r"The first 300 of 3\d\d charts; the filter finds the others\.", note), note
+    with serving(tmp_path / "run") as address:
+        open_tab(browser, address, "notices")
+        assert "The newest 1,000 are listed" in browser.evaluate("document.querySelector('.note').textContent")
+        browser.open("about:blank")
+    assert browser.errors == []
 
 
 def test_filters_find_the_failed_calls(browser: Chromium, address: str) -> None:
@@ -238,19 +299,40 @@ QUESTIONS: list[tuple[str, dict[str, Any]]] = [
 def test_a_report_answers_as_the_server_does(browser: Chromium, tmp_path: Path, open_page: Open) -> None:
     """frozen.js filters samples, smooths curves and so on by its own code: it must agree with the server's."""
     make_run(tmp_path / "view", 12)
-    data = report_data(tmp_path / "view")
-    script = bundled("frozen.js") + 'globalThis.get = modules["frozen.js"].get;'
-    page = (
-        f'<script type="application/json" id="data">{script_json(data)}</script><script type="module">{script}</script>'
-    )
-    (tmp_path / "page.html").write_text(page)
-    browser.open((tmp_path / "page.html").as_uri())
-    browser.wait_for("globalThis.get")
+    open_answers(browser, tmp_path / "view")
     server = open_page(tmp_path / "view")
     for path, parameters in QUESTIONS:
         expected = server.get(f"/api/{path}", params=parameters).json()
         answer = browser.evaluate(f"get({json.dumps(path)}, {json.dumps(parameters)})")
         assert plain(path, answer) == plain(path, expected), (path, parameters)
+
+
+def test_a_long_curve_of_a_report_is_smoothed_over_all_steps(browser: Chromium, tmp_path: Path) -> None:
+    """The report has 600 points of 5,000 steps, the extreme ones: a running mean of these alone is far too large."""
+    draw = random.Random(0)
+    values = [draw.lognormvariate(0, 1) if step % 50 else math.nan for step in range(1, 5001)]
+    lines = [json.dumps({"step": step, "a": value if step % 50 else "NaN"}) for step, value in enumerate(values, 1)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    open_answers(browser, tmp_path)
+    for weight in (0.9, 0.99):
+        question = json.dumps({"name": ["a"], "smoothing": weight})
+        curve = browser.evaluate(f"get('runs/0/curves', {question})")["curves"]["a"]
+        exact = smoothed(values, weight)
+        assert len(curve["x"]) < 1000
+        errors = [abs(value / exact[x - 1] - 1) for x, value in zip(curve["x"], curve["smooth"], strict=True) if x > 50]
+        assert sum(errors) / len(errors) < 0.05, weight
+        assert max(errors) < (0.05 if weight > 0.9 else 0.25), (
+            "with the shorter mean the order of the steps left out counts"
+        )
+
+
+def open_answers(browser: Chromium, run: Path) -> None:
+    """Open a page with the data of a run's report, and the function of its script that answers from them: `get`."""
+    script = bundled("frozen.js") + 'globalThis.get = modules["frozen.js"].get;'
+    data = f'<script type="application/json" id="data">{script_json(report_data(run))}</script>'
+    (run / "page.html").write_text(f'{data}<script type="module">{script}</script>')
+    browser.open((run / "page.html").as_uri())
+    browser.wait_for("globalThis.get")
 
 
 def plain(path: str, answer: Any) -> list[str]:

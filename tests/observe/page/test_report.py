@@ -17,7 +17,7 @@ from megarl.observe.log import RunLog
 from megarl.observe.page import facts
 from megarl.observe.page.charts import present
 from megarl.observe.page.curves import thin
-from megarl.observe.page.facts import phase_times, timeline
+from megarl.observe.page.facts import phase_times
 from megarl.observe.page.report import report_data, write_report
 from megarl.recipe.schema import Recipe
 from tests.support.html_page import MARKUP, Page, assert_self_contained
@@ -116,18 +116,6 @@ def test_an_evaluation_loss_is_not_drawn_as_an_accuracy(tmp_path: Path) -> None:
     )
     assert "Evaluation" not in charts
     assert "Evaluation: loss" not in [chart["title"] for chart in present(["actor/pg_loss"])], "RL has no such loss"
-
-
-def test_steps_repeated_after_a_resume_are_drawn_once() -> None:
-    def span(step: int, second: float, process: str = "controller") -> dict[str, Any]:
-        place = {"process": process, "thread": "calls", "name": "gen"}
-        return {**place, "ts": second * 1e6, "dur": 5e5, "args": {"step": step}}
-
-    killed = [span(1, 0), span(2, 1), span(3, 2), span(3, 2.2, "engine0")]
-    resumed = [span(2, 900), span(3, 901), span(3, 901.2, "engine0")]
-    drawn = timeline([*killed, *resumed])
-    assert drawn == timeline(resumed) and drawn["steps"] == [2, 3]
-    assert timeline(killed)["steps"] == [1, 3]
 
 
 def test_figures_count_omitted_nonfinite_steps(tmp_path: Path) -> None:

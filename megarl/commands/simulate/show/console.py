@@ -123,7 +123,7 @@ def _on_shared_devices(result: Study) -> list[str]:
     best = result.best_colocated
     if best is None or result.best.setting.colocated:
         return []
-    settings = f"rollout.max_staleness={best.setting.max_staleness:g} rollout.window={best.setting.window:g}"
+    settings = " ".join(result.colocated_settings) or "unchanged"
     return [f"On shared devices, as in the recipe: {described(best)}. Settings: {settings}"]
 
 

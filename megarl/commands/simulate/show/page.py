@@ -21,11 +21,12 @@ from megarl.commands.simulate.show.console import (
     split_columns,
     splits_title,
 )
-from megarl.commands.simulate.study import SimulatedRun, Study
+from megarl.commands.simulate.study import Setting, SimulatedRun, Study
 from megarl.observe.console import short_seconds
 from megarl.observe.html import page
 
 WIDTH, HEIGHT = 720, 320  # of the plot of a chart, in pixels
+COLORS = 12  # that page.css.j2 defines
 _ROOM = 1.08  # of an axis, relative to the largest value
 
 
@@ -83,7 +84,7 @@ def render(result: Study) -> str:
 
 def draw(result: Study) -> LagChart:
     """Return the chart of trained tokens per second over the mean lag of a token."""
-    chosen = replace(result.best.setting, oversample=None)  # the chart's runs have the recipe's over-sampling
+    chosen = _schedule(result.best)
     across = max(1.0, *(run.outcome.lag_mean for run in result.runs)) * _ROOM
     up = max(run.outcome.tokens_per_second for run in result.runs) * _ROOM
     lines: dict[str, list[SimulatedRun]] = {}
@@ -94,13 +95,21 @@ def draw(result: Study) -> LagChart:
     def point(run: SimulatedRun) -> ChartPoint:
         outcome = run.outcome
         x, y = outcome.lag_mean / across * WIDTH, HEIGHT - outcome.tokens_per_second / up * HEIGHT
-        return ChartPoint(x, y, f"{run.setting.max_staleness:g}", described(run), run.setting == chosen)
+        return ChartPoint(x, y, f"{run.setting.max_staleness:g}", described(run), _schedule(run) == chosen)
 
     return LagChart(
-        [ChartLine(name, number, [point(run) for run in runs]) for number, (name, runs) in enumerate(lines.items())],
+        [
+            ChartLine(name, number % COLORS, [point(run) for run in runs])
+            for number, (name, runs) in enumerate(lines.items())
+        ],
         [(value / across * WIDTH, f"{value:g}") for value in _ticks(across)],
         [(HEIGHT - value / up * HEIGHT, f"{value:,.10g}") for value in _ticks(up)],
     )
+
+
+def _schedule(run: SimulatedRun) -> Setting:
+    """Return the setting without split and over-sampling, which the chart's runs have in common and the recommended run may not."""
+    return replace(run.setting, trainers=0, oversample=None)
 
 
 def _ticks(most: float) -> list[float]:

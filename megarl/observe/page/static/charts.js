@@ -70,7 +70,7 @@ export class Chart {
     this.observer.disconnect();
   }
 
-  // curves: {label, color (a CSS variable), dash, x, y, smooth?}; bands: {color, x, low, high}; marks: x of vertical lines.
+  // curves: {label, color (a CSS variable), dash, x, y, smooth?, gap?}, where gap(i) says why y[i] is null; bands: {color, x, low, high}; marks: x of vertical lines.
   set(curves, bands = [], marks = []) {
     this.curves = curves.filter((curve) => curve.x.length);
     this.bands = bands;
@@ -145,7 +145,7 @@ export class Chart {
     pen.beginPath();
     pen.rect(left, TOP - 2, width - left - RIGHT + 2, height - TOP - BOTTOM + 4);
     pen.clip();
-    for (const band of this.bands) this.band(pen, band);
+    for (const band of this.bands) this.band(pen, band, low);
     pen.strokeStyle = color("--faint");
     pen.lineWidth = 1;
     pen.setLineDash([3, 3]);
@@ -191,12 +191,13 @@ export class Chart {
     pen.globalAlpha = alpha;
     pen.beginPath();
     let open = false;
+    const absent = (i) => y[i] === null || (this.log && y[i] <= 0);
     for (let i = 0; i < x.length; i += 1) {
-      if (y[i] === null || (this.log && y[i] <= 0)) { open = false; continue; }
+      if (absent(i)) { open = false; continue; }
       if (open) pen.lineTo(this.x(x[i]), this.y(y[i]));
       else {
         pen.moveTo(this.x(x[i]), this.y(y[i]));
-        const alone = i + 1 >= x.length || y[i + 1] === null;
+        const alone = i + 1 >= x.length || absent(i + 1);
         if (alone) pen.fillRect(this.x(x[i]) - 1.5, this.y(y[i]) - 1.5, 3, 3);
       }
       open = true;
@@ -206,13 +207,15 @@ export class Chart {
     pen.globalAlpha = 1;
   }
 
-  band(pen, { color: name, x, low, high }) {
-    const points = x.map((_, i) => i).filter((i) => low[i] !== null && high[i] !== null);
+  // least: the lower end of the axis, where values end that a logarithmic axis does not have.
+  band(pen, { color: name, x, low, high }, least) {
+    const points = x.map((_, i) => i).filter((i) => low[i] !== null && high[i] !== null && !(this.log && high[i] <= 0));
+    const bottom = (i) => (this.log ? Math.max(low[i], least) : low[i]);
     pen.fillStyle = color(name);
     pen.globalAlpha = 0.12;
     pen.beginPath();
     points.forEach((i) => pen.lineTo(this.x(x[i]), this.y(high[i])));
-    points.reverse().forEach((i) => pen.lineTo(this.x(x[i]), this.y(low[i])));
+    points.reverse().forEach((i) => pen.lineTo(this.x(x[i]), this.y(bottom(i))));
     pen.fill();
     pen.globalAlpha = 1;
   }
@@ -248,15 +251,16 @@ export class Chart {
     const rows = this.curves.map((curve) => {
       const i = nearest(curve.x, x);
       const smooth = curve.smooth ? ` (${this.format(curve.smooth[i] ?? NaN)})` : "";
-      return { curve, i, text: `${curve.y[i] === null ? "not finite" : this.format(curve.y[i])}${smooth}` };
+      const gap = curve.gap ?? (() => "not finite");
+      return { curve, at: curve.x[i], text: `${curve.y[i] === null ? gap(i) : this.format(curve.y[i])}${smooth}` };
     });
-    const first = rows[0];
+    const place = rows[0].at;
     this.tip.replaceChildren(
-      h("b", {}, `${this.xLabel} ${number(first.curve.x[first.i])}`),
-      ...rows.map(({ curve, text }) => {
+      h("b", {}, `${this.xLabel} ${number(place)}`),
+      ...rows.map(({ curve, at: position, text }) => {
         const dot = h("i", { class: "dot" });
         dot.style.background = `var(${curve.color})`;
-        return h("div", {}, dot, `${curve.label} `, h("span", {}, text));
+        return h("div", {}, dot, `${curve.label} `, h("span", {}, position === place ? text : `${text} (${this.xLabel} ${number(position)})`));
       }),
     );
     this.tip.hidden = false;

@@ -12,7 +12,8 @@ export function createCurves(root, app, { charts: chosenCharts = null, onNames =
   let all = []; // {spec, chart, visible}
   let names = [];
   let resumes = {}; // run id -> steps
-  let remark = ""; // shown if there is nothing else to say
+  let remark = ""; // about the runs' curves
+  let missing = ""; // why charts are not shown
   let range = null;
   let closed = false;
   const data = new Map(); // "run\nmetric" -> {since, x, y, smooth}
@@ -40,12 +41,13 @@ export function createCurves(root, app, { charts: chosenCharts = null, onNames =
   const metricsOf = ({ spec }) => [...spec.series.map(([name]) => name), ...(spec.band ?? [])];
   const key = (run, name) => `${run.id}\n${name}`;
   const load = debounce(loadVisible, 30);
+  const showNotes = () => { note.textContent = [missing, remark].filter(Boolean).join(" "); };
 
   async function loadVisible() {
     const wanted = [...new Set(all.filter((item) => item.visible).flatMap(metricsOf))];
     try {
       await Promise.all(app.shown.map((run) => loadRun(run, wanted)));
-      note.textContent = remark;
+      showNotes();
     } catch (error) {
       note.textContent = error.message;
     }
@@ -126,9 +128,10 @@ export function createCurves(root, app, { charts: chosenCharts = null, onNames =
     rest.replaceChildren(...all.filter(({ spec }) => spec.other).map(({ chart }) => chart.element));
     fold.hidden = !rest.children.length;
     if (needle) fold.open = true;
-    if (!all.length) note.textContent = names.length ? "No chart or metric has this name." : "No finished step yet.";
-    else if (passing.length > all.length) note.textContent = `The first ${number(all.length)} of ${number(passing.length)} charts; the filter finds the others.`;
-    else note.textContent = remark;
+    missing = "";
+    if (!all.length) missing = names.length ? "No chart or metric has this name." : "No finished step yet.";
+    else if (passing.length > all.length) missing = `The first ${number(all.length)} of ${number(passing.length)} charts; the filter finds the others.`;
+    showNotes();
     all.forEach(({ chart }) => seen.observe(chart.element));
   }
 

@@ -14,22 +14,28 @@ export async function get(path, params = {}) {
 }
 
 function curves({ name, smoothing, x }) {
-  const { metrics, places, steps, hours } = data.curves;
+  const { metrics, between, places, steps, hours } = data.curves;
   const answer = {};
   for (const metric of [name].flat()) {
     if (!(metric in metrics)) continue;
     const [number, y] = metrics[metric];
     answer[metric] = { x: places[number].map((place) => (x === "hours" ? hours : steps)[place]), y, thinned: false };
-    if (Number(smoothing)) answer[metric].smooth = smoothed(y, Number(smoothing));
+    if (Number(smoothing)) answer[metric].smooth = smoothed(y, Number(smoothing), ...(between[metric] ?? []));
   }
   return { since: data.answers.state.runs[0].metrics, whole: true, curves: answer };
 }
 
-// The same running mean as `smoothed` of megarl/observe/page/metrics_table.py.
-function smoothed(values, weight) {
+// The running mean of `smoothed` of megarl/observe/page/metrics_table.py. A thinned curve has the means and counts of the values
+// before each point that the report leaves out; the mean stands for each of them.
+function smoothed(values, weight, means, counts) {
   let [mean, total] = [0, 0];
-  return values.map((value) => {
-    if (value !== null) [mean, total] = [weight * mean + (1 - weight) * value, weight * total + (1 - weight)];
+  const add = (value, count) => {
+    const kept = weight ** count;
+    [mean, total] = [kept * mean + (1 - kept) * value, kept * total + (1 - kept)];
+  };
+  return values.map((value, i) => {
+    if (counts?.[i]) add(means[i], counts[i]);
+    if (value !== null) add(value, 1);
     return total ? rounded(mean / total) : null;
   });
 }

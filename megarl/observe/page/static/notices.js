@@ -3,6 +3,8 @@
 import { get } from "./api.js";
 import { choice, clock, debounce, h, number } from "./dom.js";
 
+const MOST_ROWS = 1000; // in the list
+
 export function createNotices(root, app) {
   const loaded = new Map(); // run id -> {epoch, count, notices, damaged}
   const list = h("ol", { class: "list notices" });
@@ -35,9 +37,10 @@ export function createNotices(root, app) {
     passing.sort((a, b) => (b.time ?? 0) - (a.time ?? 0));
     const whole = app.shown.reduce((sum, run) => sum + (loaded.get(run.id)?.count ?? 0), 0);
     const damaged = app.shown.flatMap((run) => loaded.get(run.id)?.damaged ?? []);
-    count.textContent = [`${number(passing.length)} of ${number(whole)} notices.`, ...damaged].join(" ");
+    const listed = passing.length > MOST_ROWS ? `The newest ${number(MOST_ROWS)} are listed; the text finds the others.` : "";
+    count.textContent = [`${number(passing.length)} of ${number(whole)} notices.`, listed, ...damaged].filter(Boolean).join(" ");
     list.replaceChildren(
-      ...passing.slice(0, 1000).map((row) =>
+      ...passing.slice(0, MOST_ROWS).map((row) =>
         h(
           "li",
           { class: row.level === "warning" ? "warning" : "" },

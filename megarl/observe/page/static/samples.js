@@ -35,8 +35,8 @@ export function createSamples(root, app) {
   const detail = h("div", { class: "sample-detail" });
   const browser = h("div", { class: "browser" }, list, detail);
   const move = (by) => {
-    const at = steps.indexOf(Number(step.value));
-    const next = steps[Math.max(0, Math.min((at < 0 ? steps.length - 1 : at) + by, steps.length - 1))];
+    const at = step.value === "" ? Infinity : Number(step.value); // may be a step without samples
+    const next = by > 0 ? steps.find((each) => each > at) ?? steps[steps.length - 1] : steps.findLast((each) => each < at) ?? steps[0];
     if (next === undefined) return;
     step.value = next;
     chosenStep();
@@ -107,7 +107,8 @@ export function createSamples(root, app) {
       const wanted = app.params.get("offset");
       const at = wanted && list.querySelector(`[data-step="${Number(step.value)}"][data-offset="${Number(wanted)}"]`);
       const first = at || list.querySelector("[role=option]");
-      if (first) show(first, !matchMedia("(max-width: 760px)").matches || Boolean(at));
+      if (!at) app.setParams({ offset: "" }); // the reader has not opened the sample that is shown first
+      if (first) show(first, !matchMedia("(max-width: 760px)").matches || Boolean(at), Boolean(at));
       else detail.replaceChildren(h("p", { class: "empty" }, "No sample passes the filters."));
     }
   }
@@ -128,7 +129,7 @@ export function createSamples(root, app) {
       h("small", {}, [group.data_source, group.row].filter(Boolean).join(" · ")));
     return [head, ...group.samples.map((sample) => {
       const marks = [sample.finish_reason === "stop" ? "" : sample.finish_reason, sample.calls ? plural(sample.calls, "call") : "", sample.failures ? `${sample.failures} failed` : "", sample.staleness ? `lag ${sample.staleness}` : ""].filter(Boolean);
-      const row = h("div", { class: "sample", role: "option", onclick: () => show(row, true) },
+      const row = h("div", { class: "sample", role: "option", onclick: () => show(row, true, true) },
         h("div", { class: "head" }, h("b", {}, number(sample.reward)), h("span", { class: "marks" }, marks.join(" · ")), h("span", { class: "length" }, `${number(sample.response_length)} tok`)),
         h("div", { class: "snippet" }, sample.snippet || "(empty response)"));
       Object.assign(row.dataset, { step: group.step, offset: sample.offset });
@@ -136,14 +137,15 @@ export function createSamples(root, app) {
     })];
   }
 
-  async function show(row, opened) {
+  // opened: show the sample's text. chosen: the reader opened it, so that the address names it and the list stays.
+  async function show(row, opened, chosen) {
     list.querySelectorAll("[aria-selected=true]").forEach((other) => other.setAttribute("aria-selected", "false"));
     row.setAttribute("aria-selected", "true");
     if (!opened) { detail.replaceChildren(); return; }
     browser.classList.add("open");
     root.classList.add("open");
     const place = { step: row.dataset.step, offset: row.dataset.offset };
-    if (row.dataset.step === step.value) app.setParams({ step: following ? "" : step.value, offset: place.offset });
+    if (chosen && row.dataset.step === step.value) app.setParams({ step: following ? "" : step.value, offset: place.offset });
     row.scrollIntoView({ block: "nearest" });
     try {
       const record = await get(`runs/${run.id}/sample`, place);
@@ -167,7 +169,7 @@ export function createSamples(root, app) {
     const rows = [...list.querySelectorAll("[role=option]")];
     const at = rows.findIndex((row) => row.getAttribute("aria-selected") === "true");
     const next = rows[Math.max(0, Math.min(at + by, rows.length - 1))];
-    if (next) show(next, true);
+    if (next) show(next, true, true);
   }
 
   const keys = (event) => {

@@ -1,23 +1,7 @@
 // Phases of the steps, who waits for whom, and the timeline of the last steps.
 
 import { get } from "./api.js";
-import { choice, color, h, number } from "./dom.js";
-
-const RECENT = 20; // steps
-// [who waits for what, metrics whose seconds add up]
-const WAITS = [
-  ["Trainers wait for engines to sample", ["rollout/wait_seconds/engines"]],
-  ["Trainers wait for scorers and judges", ["rollout/wait_seconds/scorers"]],
-  ["Trainers wait for older groups (rollout.window)", ["rollout/wait_seconds/window"]],
-  ["Trainers wait for a batch, in total", ["timing_s/gen"]],
-  ["Trainers wait for running groups before an update", ["timing_s/drain"]],
-  ["Trainers and loading engines wait for weight sync", ["timing_s/weight_sync"]],
-  ["Trainers wait for a checkpoint", ["timing_s/save"]],
-  ["Trainers wait for an evaluation", ["timing_s/eval"]],
-  ["Trainers wait for restarts", ["timing_s/recovery", "fleet/restart_seconds"]],
-];
-const IDLE = "rollout/engines_idle"; // a share of the time
-const STEP = "timing_s/step";
+import { choice, color, h, number, plural } from "./dom.js";
 
 export function createTime(root, app) {
   let run = app.runs.find(({ id }) => String(id) === app.params.get("run")) ?? app.shown[0];
@@ -44,12 +28,11 @@ export function createTime(root, app) {
   async function load() {
     const asked = run;
     try {
-      const names = [...new Set(WAITS.flatMap(([, metrics]) => metrics)), IDLE, STEP];
-      const [phases, curves] = await Promise.all([get(`runs/${asked.id}/phases`), get(`runs/${asked.id}/curves`, { name: names })]);
+      const answer = await get(`runs/${asked.id}/phases`);
       if (asked !== run) return;
-      data = phases;
+      data = answer;
       note.textContent = "";
-      drawWaits(waits, curves.curves);
+      drawWaits(waits, data.waits);
       legend.replaceChildren(...data.phases.names.map((name, i) => {
         const dot = h("i", { class: "dot" });
         dot.style.background = `var(${phaseColor(name, i)})`;
@@ -57,7 +40,7 @@ export function createTime(root, app) {
       }));
       const { steps, rows } = data.timeline;
       lineNote.textContent = steps.length
-        ? `Steps ${steps[0]} to ${steps[1]}. Drag or scroll with Ctrl to zoom, double-click for all. trace.json opens in ui.perfetto.dev.`
+        ? `Steps ${steps[0]} to ${steps[1]}. Scroll with Ctrl to zoom, then drag to move; double-click for all. trace.json opens in ui.perfetto.dev.`
         : data.has_trace ? "trace.json has no finished phase yet." : "The run has no trace.json.";
       line.setHeight(Math.max(60, rows.length * ROW + 30));
       bars.draw();
@@ -153,38 +136,18 @@ function cut(pen, text, width) {
   return shown;
 }
 
-function drawWaits(table, curves) {
-  const steps = curves[STEP];
+function drawWaits(table, { steps, rows }) {
   if (!steps) {
     table.replaceChildren(h("caption", {}, "No finished step yet."));
     return;
   }
-  const sum = (name, last) => {
-    const curve = curves[name];
-    if (!curve) return null;
-    const first = last ? steps.x[Math.max(0, steps.x.length - RECENT)] : -Infinity;
-    return curve.x.reduce((total, x, i) => total + (x >= first ? curve.y[i] ?? 0 : 0), 0);
-  };
-  const cells = (metrics, last) => {
-    const seconds = metrics.map((name) => sum(name, last)).filter((value) => value !== null).reduce((a, b) => a + b, 0);
-    const whole = sum(STEP, last);
-    const count = last ? Math.min(RECENT, steps.x.length) : steps.x.length;
-    return { seconds: seconds / count, share: whole ? seconds / whole : 0 };
-  };
-  const rows = WAITS.filter(([, metrics]) => metrics.some((name) => curves[name]))
-    .map(([text, metrics]) => ({ text, recent: cells(metrics, true), all: cells(metrics, false) }));
-  const mean = (last) => {
-    const values = (last ? curves[IDLE].y.slice(-RECENT) : curves[IDLE].y).filter((value) => value !== null);
-    return { share: values.reduce((a, b) => a + b, 0) / (values.length || 1), seconds: null };
-  };
-  if (curves[IDLE]) rows.push({ text: "Engines without a group (rollout.max_staleness, loading, the end)", recent: mean(true), all: mean(false) });
   const show = ({ seconds, share }) => {
     const bar = h("i", { class: "share" });
     bar.style.width = `${Math.min(100, 100 * share)}%`;
-    return [h("td", {}, seconds === null ? "–" : `${number(seconds, 3)} s`), h("td", { class: "meter" }, bar, h("span", {}, `${number(100 * share, 3)} %`))];
+    return [h("td", {}, seconds === null ? "–" : `${number(seconds, 3)} s`), h("td", { class: "meter" }, bar, h("span", {}, share === null ? "–" : `${number(100 * share, 3)} %`))];
   };
   table.replaceChildren(
-    h("thead", {}, h("tr", {}, h("th", {}, ""), h("th", { colSpan: 2 }, `last ${Math.min(RECENT, steps.x.length)} steps, mean`), h("th", { colSpan: 2 }, "all steps, mean"))),
+    h("thead", {}, h("tr", {}, h("th", {}, ""), h("th", { colSpan: 2 }, `last ${plural(steps, "step")}, mean`), h("th", { colSpan: 2 }, "all steps, mean"))),
     h("tbody", {}, rows.map(({ text, recent, all }) => h("tr", {}, h("th", { scope: "row" }, text), show(recent), show(all)))),
   );
 }
@@ -224,7 +187,11 @@ class Canvas {
     const { canvas, zoom } = this;
     let drag = null;
     const place = (event) => { const box = canvas.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
-    const limit = ([from, to]) => { const [low, high] = zoom.limits; return to - from >= high - low ? null : [Math.max(low, from), Math.min(high, to)]; };
+    const limit = ([from, to]) => {
+      const [[low, high], wide] = [zoom.limits, to - from];
+      const begin = Math.max(low, Math.min(from, high - wide));
+      return wide >= high - low ? null : [begin, begin + wide];
+    };
     canvas.addEventListener("pointermove", (event) => {
       const [x, y] = place(event);
       if (drag && zoom.range) {

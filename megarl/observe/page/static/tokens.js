@@ -57,7 +57,7 @@ export function tokenPanel(record) {
     if (count < tokens.length) {
       strip.append(h("button", { type: "button", class: "more", onclick: () => { count = Math.min(tokens.length, count + 5 * AT_ONCE); draw(); } }, `${number(tokens.length - count)} more tokens`));
     }
-    chart.set([{ label: title, color: "--c0", dash: [], x: tokens.map((_, i) => i), y: numbers.map((x) => (x === null || Number.isFinite(x) ? x : null)) }]);
+    chart.set([{ label: title, color: "--c0", dash: [], x: tokens.map((_, i) => i), y: numbers.map((x) => (x === null || Number.isFinite(x) ? x : null)), gap: (i) => (mask[i] ? "not finite" : "not in the loss") }]);
   }
 
   function point(event) {
