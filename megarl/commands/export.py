@@ -59,7 +59,7 @@ def export(run_path: Path, out: Path, step: int | None = None, *, critic: bool =
     if recipe.lora.rank:
         print(f"{adapter_folder(out)}: the adapters alone, for PEFT, on {recipe.model.path}")
     if untrained:
-        print(f"{untrained} more, of layers that are not trained, are equal to the starting model's")
+        print(f"{untrained} more, which are not trained, are equal to the starting model's")
     return out
 
 

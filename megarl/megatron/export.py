@@ -23,6 +23,7 @@ T = TypeVar("T")
 _SHARD_BYTES = 4 * 2**30
 _SHOWN = 5  # names in an error
 _INDEX = "model.safetensors.index.json"
+_FREQUENCIES = ".rotary_emb.inv_freq"  # a buffer, which published weights of Moonlight and Kimi-K2 hold once per layer
 _TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer with several templates
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -79,7 +80,7 @@ def save_hf(
     """Write `weights` (Hugging Face names) and the other files of `source` to `directory`, on rank 0.
 
     Collective, since iterating the weights runs collectives. Configuration and tokenizer files are copied, and so are
-    tensors of `source` that are never trained (multi-token-prediction layers): engines expect all keys of the original.
+    tensors of `source` that are never trained (see `_untrained`): engines expect all keys of the original.
     Raises RuntimeError if any other tensor of `source` is missing from `weights`, instead of mixing trained and old
     weights. `change`: for a model that differs from `source`.
 
@@ -173,14 +174,15 @@ def _config(source: Path) -> dict[str, Any]:
 
 
 def _untrained(names: Iterable[str], source: Path) -> list[str]:
-    """Return the `names` that are not trained: multi-token-prediction layers, which follow the last layer, and `carried` ones."""
+    """Return the `names` that are not trained: multi-token-prediction layers, which follow the last layer, `carried` ones and
+    stored rotary frequencies, which follow from config.json."""
     config = _config(source)
     family = FAMILIES.get(config.get("model_type", ""))
     carried = family.carried if family else ()
     if count := config.get("num_nextn_predict_layers"):
         first = config["num_hidden_layers"]
         carried += tuple(f"model.layers.{number}." for number in range(first, first + count))
-    return [name for name in names if name.startswith(carried)] if carried else []
+    return [name for name in names if name.startswith(carried) or name.endswith(_FREQUENCIES)]
 
 
 def _some(names: Iterable[str]) -> str:
@@ -233,7 +235,7 @@ class ExportComparison(NamedTuple):
     """Numbers of tensors in a verified export."""
 
     equal: int  # bit-identical to the trainer's weights
-    untrained: int  # multi-token-prediction layers, bit-identical to the source model
+    untrained: int  # see `_untrained`; bit-identical to the source model
 
 
 def compare_with_hf(

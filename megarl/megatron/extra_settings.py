@@ -17,7 +17,9 @@ from megarl import platform
 from megarl.errors import RecipeError
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.families import (
+    find_family,
     has_biased_softmax,
+    has_delta_nets,
     has_indexer,
     has_sinks,
     has_tower,
@@ -25,10 +27,12 @@ from megarl.hf.families import (
     has_zero_centered_norms,
 )
 from megarl.hf.families.settings import rotary_scaling, yarn_fields
+from megarl.hf.families.sizes import head_size
 from megarl.megatron.layout import uses_sequence_parallel
 from megarl.platform import transformer_engine
 from megarl.platform.adaptor import Adaptor, adaptor
 from megarl.platform.kinds import kind_of
+from megarl.platform.transformer_engine import AttentionNeeds
 from megarl.recipe.derived.megatron_ddp import ddp_settings
 from megarl.recipe.library_fields import Fields, fields_of, problem
 from megarl.recipe.schema import Recipe
@@ -148,7 +152,12 @@ def check_extra(recipe: Recipe, hf_config: dict[str, Any], section: str) -> None
     if (unfit := adapts.biased_softmax_problem()) is not None and has_biased_softmax(hf_config):
         raise RecipeError(key, *unfit, value=recipe.model.path)
     kind = kind_of(platform.kind(recipe.cluster.device))
-    if kind.ray_resource and not (kind.is_here() and not transformer_engine.is_importable()):
+    if recipe.train.deterministic and not kind.deterministic_cumsum and has_delta_nets(hf_config):
+        reason = f"gated delta nets use torch.cumsum, which has no deterministic kernel for {kind.plural}"
+        raise RecipeError("train.deterministic", reason, "set it to false", value=True)
+    # An adaptor's stand-in of Transformer Engine exists only in trainers.
+    native = not adapts.label and kind.is_here() and not transformer_engine.is_importable()
+    if kind.ray_resource and not native:
         if has_sinks(hf_config):
             check_sinks(recipe, section)
         elif has_windows(hf_config):
@@ -158,6 +167,25 @@ def check_extra(recipe: Recipe, hf_config: dict[str, Any], section: str) -> None
         unfit = adapts.latent_attention_problem(fields["mscale"], fields["mscale_all_dim"])
         if unfit is not None:
             raise RecipeError(key, *unfit, value=recipe.model.path)
+
+
+def attention_needs(recipe: Recipe, hf_config: dict[str, Any]) -> AttentionNeeds | None:
+    """Return a model's attention as it selects a kernel of Transformer Engine; None if it uses none, or not in 16 bits."""
+    family, text = find_family(hf_config), text_fields(hf_config)
+    if family is None or family.indexer or recipe.model.dtype == "float32":
+        return None
+    query = value = head_size(text)
+    if family.latent:
+        query, value = text["qk_nope_head_dim"] + text["qk_rope_head_dim"], text["v_head_dim"]
+    settings = {**family.settings(text), **recipe.megatron.extra}
+    return AttentionNeeds(
+        query,
+        value,
+        packed=recipe.megatron.packing,
+        sinks=family.sinks,
+        deterministic=recipe.train.deterministic,
+        backend=str(settings.get("attention_backend", "auto")),
+    )
 
 
 def check_sinks(recipe: Recipe, section: str = "megatron") -> None:

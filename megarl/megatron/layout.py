@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megarl.hf.config import SHARED, layer_kinds, number_of_experts, text_fields
-from megarl.hf.families import deepstack_layers, find_family, has_tower
+from megarl.hf.config import SHARED, number_of_experts, text_fields
+from megarl.hf.families import deepstack_layers, find_family, has_delta_nets, has_tower
 from megarl.recipe.trainers import MegatronConfig
 
 _MOST_NAMED = 64  # largest size that an error message proposes
@@ -129,7 +129,7 @@ def _check_packing(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
     family = find_family(hf_config)
     if megatron.packing or family is None:
         return
-    delta_nets = family.delta_nets and "linear_attention" in layer_kinds(hf_config)
+    delta_nets = has_delta_nets(hf_config)
     if delta_nets or family.indexer:
         raise ValueError(
             f"megatron.packing=false pads sequences, and megarl's {'gated delta nets take' if delta_nets else 'sparse attention takes'} "

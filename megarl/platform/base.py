@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from megarl.platform.device_kind import DeviceKind
     from megarl.platform.ipc import DeviceMemory, HostMemory
+    from megarl.platform.transformer_engine import AttentionNeeds
 
 
 class Profiler(Protocol):
@@ -50,6 +51,11 @@ class Platform(ABC):
     @abstractmethod
     def uses_native_layers(self) -> bool:
         """True if Transformer Engine is missing and megarl/megatron/native_layers/ replaces it."""
+
+    def attention_problem(self, needs: AttentionNeeds) -> tuple[str, str] | None:
+        """Problem and remedy if Transformer Engine lacks a model's attention on this device; None if it has it."""
+        del needs
+        return None
 
     @property
     def fuses_gradient_accumulation(self) -> bool:

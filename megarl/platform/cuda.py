@@ -14,6 +14,8 @@ import torch
 from megarl.platform.base import Platform
 from megarl.platform.cuda_kind import CUDA
 from megarl.platform.ipc import DeviceMemory, open_device_memory, without_expandable_segments
+from megarl.platform.transformer_engine import AttentionNeeds, attention_problem
+from megarl.platform.version_sets import version_of
 
 
 class CUDAPlatform(Platform):
@@ -26,6 +28,9 @@ class CUDAPlatform(Platform):
     @property
     def uses_native_layers(self) -> bool:
         return importlib.util.find_spec("transformer_engine") is None
+
+    def attention_problem(self, needs: AttentionNeeds) -> tuple[str, str] | None:
+        return attention_problem(needs, torch.cuda.get_device_capability(self.device()), version_of("flash-attn"))
 
     @property
     def fuses_gradient_accumulation(self) -> bool:

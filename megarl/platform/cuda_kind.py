@@ -35,6 +35,7 @@ CUDA = DeviceKind(
     ddp={"overlap_grad_reduce": True, "overlap_param_gather": True},
     seeds_cost="a Python loop over requests in every decode step, where vLLM uses its Model Runner V1 (V2, its default, has none)",
     ray_resource="GPU",
+    deterministic_cumsum=False,  # docstring of torch.use_deterministic_algorithms
     visible="CUDA_VISIBLE_DEVICES",
     files="/dev/nvidia[0-9]*",
     torch_api="cuda",

@@ -45,9 +45,9 @@ class DeviceKind:
     ddp: Mapping[str, Any] = field(default_factory=dict)  # defaults of `megatron.ddp`
     tracing: Tracing = field(default_factory=Tracing)  # settings of its profiler
     no_host_optimizer: tuple[str, str] | None = None  # why it lacks Megatron's optimizer_cpu_offload, and the remedy
-    seeds_cost: str = (
-        "a Python loop over requests in every decode step"  # of seeds per request in engines; "" if next to none
-    )
+    # Cost of seeds per request in engines; "" if next to none.
+    seeds_cost: str = "a Python loop over requests in every decode step"
+    deterministic_cumsum: bool = True  # torch.cumsum of floats has a kernel with a fixed order of summation
     files: str = ""  # glob pattern of its devices in /dev
 
     # Detection: `package` is installed or, without a package, `torch.<torch_api>.is_available()`.

@@ -17,7 +17,11 @@ from megarl.megatron import export
 from megarl.megatron.export import ExportChange, ExportComparison, compare_with_hf, save_hf
 
 TRAINED = ["model.embed_tokens.weight", "model.layers.0.up.weight", "model.layers.1.up.weight"]
-EXTRA = ["model.layers.2.up.weight", "model.layers.2.eh_proj.weight"]  # a multi-token-prediction layer
+EXTRA = [
+    "model.layers.2.up.weight",  # of a multi-token-prediction layer
+    "model.layers.2.eh_proj.weight",
+    "model.layers.0.self_attn.rotary_emb.inv_freq",  # a buffer: Moonlight's and Kimi-K2's published weights hold one per layer
+]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +57,7 @@ def test_untrained_layers_are_copied_and_counted(source: Path, tmp_path: Path) -
     assert sorted(written) == sorted(TRAINED + EXTRA)
     assert all((written[name] == 10 + len(name)).all() for name in TRAINED)
     assert all((written[name] == -1).all() for name in EXTRA)
-    assert compare_with_hf(out, trained(*TRAINED), source) == ExportComparison(equal=3, untrained=2)
+    assert compare_with_hf(out, trained(*TRAINED), source) == ExportComparison(equal=3, untrained=3)
 
 
 def test_a_separate_tokenizer_replaces_the_sources(source: Path, tmp_path: Path) -> None:
@@ -101,7 +105,7 @@ def test_a_stored_copy_of_a_tied_output_layer_follows_the_embedding(source: Path
     save_hf(tmp_path / "out", source, iter(weights))
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
-    assert compare_with_hf(tmp_path / "out", iter(weights), source) == ExportComparison(equal=4, untrained=2)
+    assert compare_with_hf(tmp_path / "out", iter(weights), source) == ExportComparison(equal=4, untrained=3)
 
 
 def test_every_tensor_of_the_directory_is_compared(source: Path, tmp_path: Path) -> None:
@@ -144,7 +148,7 @@ def test_a_killed_export_leaves_only_a_partial_folder(
     save_file({TRAINED[0]: torch.zeros(2, 2)}, stale)
     save_hf(tmp_path / "out", source, trained(*TRAINED))
     assert names(tmp_path) == ["out", "source"]
-    assert compare_with_hf(tmp_path / "out", trained(*TRAINED), source) == ExportComparison(equal=3, untrained=2)
+    assert compare_with_hf(tmp_path / "out", trained(*TRAINED), source) == ExportComparison(equal=3, untrained=3)
 
 
 def test_a_failed_export_keeps_the_earlier_one_and_a_new_one_replaces_it(

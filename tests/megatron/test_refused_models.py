@@ -194,6 +194,17 @@ def test_sinks_are_refused_where_transformer_engine_has_none(monkeypatch: pytest
     check_extra(recipe, model, "megatron")
 
 
+@pytest.mark.parametrize("here", [False, True])
+def test_sinks_are_refused_on_npus(here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a machine with NPUs, where only trainers have MindSpeed's stand-in of Transformer Engine."""
+    monkeypatch.setattr("megarl.platform.device_kind.DeviceKind.is_here", lambda _: here)
+    recipe = Recipe()
+    recipe.cluster.device = "npu"
+    for section, key in (("megatron", r"model\.path"), ("critic.megatron", r"critic\.model_path")):
+        with pytest.raises(RecipeError, match=rf"{key} = [\s\S]*sinks and sliding windows[\s\S]*cluster\.device: cuda"):
+            check_extra(recipe, {**SPARSE, **GPT_OSS}, section)
+
+
 def test_windows_over_context_parallel_ranks_are_refused_where_transformer_engine_has_none() -> None:
     model, recipe = published("gemma-3-27b-it"), Recipe()
     recipe.cluster.device = "cuda"

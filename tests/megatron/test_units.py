@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from megarl.hf.published import read as published
 from megarl.megatron.batch import MicroBatch, pack
 from megarl.megatron.extra_settings import check_extra, check_extra_names, fields_of_megatron
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
+from megarl.megatron.model import post_norms
 from megarl.megatron.native_layers.norm_rotary import rms_norm, rotate_packed
+from megarl.megatron.native_layers.spec_provider import Norm
 from megarl.megatron.optimizer import learning_rate
 from megarl.recipe.schema import Recipe
 from megarl.recipe.trainers import MegatronConfig, OptimizerConfig
@@ -130,12 +133,54 @@ def test_learning_rates_worked_by_hand() -> None:
     assert rates(3, warmup_steps=3, decay="cosine") == pytest.approx([1 / 3, 2 / 3, 1.0])
 
 
+class Pass(torch.nn.Module):
+    """A row-parallel linear that returns its input."""
+
+    def __init__(self, *_: int, config: Any) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return x, None
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_norms_that_add_1_to_their_weights_do_not_round_the_sum(after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between 1 and 2, bfloat16 has steps of 1/128: a rounded sum scales channels by up to 0.4% too much or too little."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    config: Any = SimpleNamespace(
+        normalization="RMSNorm",
+        params_dtype=torch.bfloat16,
+        sequence_parallel=False,
+        layernorm_zero_centered_gamma=True,
+        layernorm_epsilon=1e-6,
+    )
+    norm = post_norms._with_norm(Pass)(64, 64, config=config) if after else Norm(config, 64, 1e-6)
+    (weight,) = norm.parameters()
+    torch.manual_seed(0)
+    weight.data.copy_(torch.linspace(-0.6, 0.9, 64))
+    x = torch.randn(4096, 64).bfloat16()
+    out = norm(x)[0] if after else norm(x)
+    exact = x.double() * x.double().square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+    assert out.dtype == torch.bfloat16
+    factors = (out.double() * exact).sum(0) / exact.square().sum(0)
+    assert (factors / (1 + weight.detach().double()) - 1).abs().max() < 3e-4
+
+    out.sum().backward()
+    torch.testing.assert_close(weight.grad, exact.sum(0).bfloat16(), rtol=0.01, atol=0.5)
+
+
 def test_norm_and_rotation_have_correct_values_and_gradients() -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), torch.nn.functional.rms_norm(x, (5,), weight, 1e-5))
     assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, b, 1e-5), (x, weight))
+
+    def zero_centered(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return rms_norm(a, b, 1e-5, zero_centered=True)
+
+    torch.testing.assert_close(zero_centered(x, weight), rms_norm(x, weight + 1, 1e-5))
+    assert torch.autograd.gradcheck(zero_centered, (x, weight))
 
     angles = torch.randn(4, 1, 1, 2, dtype=torch.float64)
     freqs = torch.cat([angles, angles], -1)

@@ -61,6 +61,9 @@ def recipe(extra: dict[str, Any], device: str = "npu", **megatron: Any) -> Recip
         ({"swap_optimizer": "true"}, r"expects true or false"),
         ({"swap_optimizer_times": True}, r"of type int"),
         ({"use_fused_swiglu": True}, r"MindSpeed does not read it"),
+        ({"moe_tp_extend_ep": True}, r"only with moe_token_dispatcher_type alltoall_seq"),
+        ({"moe_permutation_async_comm": True}, r"only with moe_token_dispatcher_type alltoall_seq"),
+        ({"moe_token_dispatcher_type": "alltoall_seq"}, r"moe_token_dispatcher_type = "),
         ({"npu_deterministic": True}, r"training loop[\s\S]*train\.deterministic"),
     ],
 )  # fmt: skip
@@ -127,7 +130,6 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None, bo
     ("moe_unperm2_mem_optim_swap", {"moe_unperm2_mem_optim_swap": True}, {}, None, True),
     ("multi_head_latent_attention", {"multi_head_latent_attention": True}, {}, None, True),
     ("context_parallel_size", {"position_embedding_type": "mrope"}, CP2, {}, False),
-    ("moe_tp_extend_ep", {"moe_tp_extend_ep": True}, {}, {"moe_tp_extend_ep": True, "moe_permutation_async_comm": True}, True),
 ]  # fmt: skip
 
 
@@ -186,14 +188,6 @@ def test_norms_that_mindspeed_computes_differently_are_refused() -> None:
         RecipeError, match=r"model\.path = [\s\S]*norms add 1 to their weights[\s\S]*cluster\.device: cuda"
     ):
         check_extra(recipe({}), model, "megatron")
-
-
-def test_attention_sinks_are_refused() -> None:
-    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64}
-    model = {**DENSE, **sizes, "model_type": "gpt_oss"}
-    for section, key in (("megatron", r"model\.path"), ("critic.megatron", r"critic\.model_path")):
-        with pytest.raises(RecipeError, match=rf"{key} = [\s\S]*sinks and sliding windows[\s\S]*cluster\.device: cuda"):
-            check_extra(recipe({}), model, section)
 
 
 @pytest.mark.parametrize(

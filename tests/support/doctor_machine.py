@@ -76,7 +76,9 @@ class FakeMachine(Machine):
 
     packages: dict[str, str] = field(default_factory=dict)
     programs: dict[str, Output] = field(default_factory=dict)  # by the command's first word
-    torch: dict[str, object] = field(default_factory=lambda: {"kind": "cpu", "names": [], "version": "2", "cuda": None})
+    torch: dict[str, object] = field(
+        default_factory=lambda: {"kind": "cpu", "names": [], "version": "2", "cuda": None, "capability": None}
+    )
     broken: dict[str, str] = field(default_factory=dict)  # part of Python code -> the error that it raises
     engine: str = "cpu"  # the platform that vLLM reports
     used_ports: set[int] = field(default_factory=set)
@@ -148,7 +150,7 @@ def _base(root: Path, **options) -> FakeMachine:
 
 def npu_machine(root: Path) -> FakeMachine:
     """An A3 card with two chips and the newest software set, without faults."""
-    machine = _base(root, engine="npu", torch={"kind": "npu", "names": ["Ascend910_9391"] * 2, "version": "2.10.0", "cuda": None})  # fmt: skip
+    machine = _base(root, engine="npu", torch={"kind": "npu", "names": ["Ascend910_9391"] * 2, "version": "2.10.0", "cuda": None, "capability": None})  # fmt: skip
     machine.packages = {
         "torch": "2.10.0+cpu", "torch-npu": "2.10.0.post4", "transformers": "5.10.4", "vllm": "0.23.0+empty",
         "vllm-ascend": "0.23.1.dev3+g1234567", "megatron-core": "0.16.1", "mindspeed": "0.16.0", "mbridge": "0.15.1",
@@ -171,7 +173,7 @@ def npu_machine(root: Path) -> FakeMachine:
 
 def cuda_machine(root: Path) -> FakeMachine:
     """Two GPUs, without faults."""
-    machine = _base(root, engine="cuda", torch={"kind": "cuda", "names": ["NVIDIA H100"] * 2, "version": "2.13.0", "cuda": "13.0"})  # fmt: skip
+    machine = _base(root, engine="cuda", torch={"kind": "cuda", "names": ["NVIDIA H100"] * 2, "version": "2.13.0", "cuda": "13.0", "capability": (9, 0)})  # fmt: skip
     machine.packages = {
         "torch": "2.13.0", "transformers": "5.19.0", "vllm": "0.32.0", "megatron-core": "0.16.1", "mbridge": "0.15.1",
         "ray": "2.60.0", "transformer-engine": "2.11.0", "transformer-engine-torch": "2.11.0",

@@ -10,7 +10,7 @@ from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.machine import Machine, Output
 from megarl.commands.doctor.platform_detection import TorchSees, busy, platform_of, torch_sees
 from megarl.platform.cuda_kind import CUDA, WITHOUT_TRANSFORMER_ENGINE
-from megarl.platform.transformer_engine import installed, problem_of
+from megarl.platform.transformer_engine import attention_problem, installed, problem_of
 
 _TE_SECONDS = 120.0
 _TE_IMPORT = "import transformer_engine.pytorch"
@@ -57,7 +57,8 @@ def _nvidia_driver(head: Output, sees: TorchSees) -> Iterator[Finding]:
 
 @check(
     "transformer-engine",
-    "all its packages have the same version, one that Megatron supports, match torch's CUDA and can be imported",
+    "all its packages have the same version, one that Megatron supports, match torch's CUDA and can be imported; it has the model's "
+    "attention on this GPU",
     seconds=_TE_SECONDS + 15,
 )
 def transformer_engine(machine: Machine, needs: Needs) -> Iterator[Finding]:
@@ -94,6 +95,12 @@ def transformer_engine(machine: Machine, needs: Needs) -> Iterator[Finding]:
     imported = machine.python_code(_TE_IMPORT, _TE_SECONDS)
     if not imported.good:
         yield fail(f"{_TE_IMPORT}: {imported.last_error}", f"build it against the installed torch: {_TE_INSTALL}")
+        return
+    unfit = None
+    if needs.attention is not None and sees.capability is not None:
+        unfit = attention_problem(needs.attention, sees.capability, machine.version("flash-attn"))
+    if unfit is not None:
+        yield fail(*unfit)
     elif problem is None:
         yield ok(f"Transformer Engine {whole}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megarl.platform.transformer_engine import AttentionNeeds
 from megarl.weight_sync.session import FULL_SLOTS, SHARDED_SLOTS
 
 Status = Literal["ok", "warning", "FAIL"]
@@ -59,6 +60,7 @@ class Needs:
     device_memory: bool = False  # weight_sync.transport is ipc: processes map each other's device memory
     checkpoint_bytes: int = 0  # size of one checkpoint; 0: unknown
     checkpoints: int = 0  # checkpoints on disk at the same time, with the one in progress
+    attention: AttentionNeeds | None = None  # of the policy; None: unknown, or it does not depend on Transformer Engine
     sandbox: str = ""  # scorer or tool that needs the sandbox; "": none
     ray_address: str = ""  # Ray cluster that the run joins; "": a private one
     token: tuple[str, str] | None = None  # path and content of a file that every node must see

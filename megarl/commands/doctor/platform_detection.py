@@ -41,6 +41,7 @@ class TorchSees:
     names: tuple[str, ...] = ()
     version: str = ""
     cuda: str | None = None  # CUDA version of this torch build
+    capability: tuple[int, int] | None = None  # compute capability of the first GPU
 
 
 def seen() -> dict[str, Any]:
@@ -52,7 +53,14 @@ def seen() -> dict[str, Any]:
         importlib.import_module(kind.package)
     api = getattr(torch, kind.torch_api) if kind.torch_api else None
     names = [api.get_device_name(number) for number in range(api.device_count())] if api else []
-    return {"kind": kind.name, "names": names, "version": torch.__version__, "cuda": torch.version.cuda}
+    capability = torch.cuda.get_device_capability(0) if names and torch.version.cuda else None
+    return {
+        "kind": kind.name,
+        "names": names,
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "capability": capability,
+    }
 
 
 @cached_per_machine
@@ -62,7 +70,8 @@ def torch_sees(machine: Machine) -> TorchSees:
     if not output.good:
         return TorchSees(error=output.last_error, late=output.status == -1)
     answer = json.loads(output.text.strip().splitlines()[-1])
-    return TorchSees(kind=answer["kind"], names=tuple(answer["names"]), version=answer["version"], cuda=answer["cuda"])
+    capability = answer["capability"] and tuple(answer["capability"])
+    return TorchSees("", False, answer["kind"], tuple(answer["names"]), answer["version"], answer["cuda"], capability)
 
 
 def platform_of(machine: Machine, needs: Needs) -> Chosen:

@@ -13,11 +13,14 @@ from megarl.engines.routes import check_route, route_here
 from megarl.engines.specs import fixed_models
 from megarl.errors import RecipeError, pluralize
 from megarl.hf import weights as hf_weights
+from megarl.megatron.extra_settings import attention_needs
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.kinds import kind_of
+from megarl.platform.transformer_engine import AttentionNeeds
 from megarl.preflight.engines_and_devices import check_device, demand_of, only_evaluates
 from megarl.preflight.environment import environment_notices
 from megarl.preflight.findings import STAGES, Available, Survey
+from megarl.preflight.models import read_hf_config, with_family_table
 from megarl.preflight.survey import survey
 from megarl.recipe.derived.weight_sync_route import is_sharded
 from megarl.recipe.schema import Recipe, TrainConfig
@@ -59,9 +62,18 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
         device_memory=recipe.weight_sync.transport == "ipc",
         checkpoint_bytes=checkpoint_bytes(recipe, sum(sizes)),
         checkpoints=checkpoints_at_a_time(recipe.train),
+        attention=_attention(recipe),
         sandbox=runs[0] if runs else "",
         ray_address=recipe.cluster.ray_address or environ.get("RAY_ADDRESS", ""),
     )
+
+
+def _attention(recipe: Recipe) -> AttentionNeeds | None:
+    """Return what the policy's attention needs; None if its config.json is not here or faulty, which `stages` reports."""
+    try:
+        return attention_needs(recipe, with_family_table(read_hf_config(recipe.model.path), recipe.model))
+    except (ValueError, KeyError):
+        return None
 
 
 def _libraries(recipe: Recipe) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.hf.config import text_fields
+from megarl.hf.config import layer_kinds, text_fields
 from megarl.hf.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from megarl.hf.families.ernie import ERNIE4_5_MOE
 from megarl.hf.families.family import Family
@@ -95,6 +95,12 @@ def has_indexer(hf_config: dict[str, Any]) -> bool:
     """Return whether the model has sparse attention: an indexer selects the keys that a query sees."""
     family = find_family(hf_config)
     return family is not None and bool(family.indexer)
+
+
+def has_delta_nets(hf_config: dict[str, Any]) -> bool:
+    """Return whether some of the model's layers have a gated delta net in place of attention."""
+    family = find_family(hf_config)
+    return family is not None and family.delta_nets and "linear_attention" in layer_kinds(text_fields(hf_config))
 
 
 def has_biased_softmax(hf_config: dict[str, Any]) -> bool:

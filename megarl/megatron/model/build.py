@@ -15,12 +15,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.errors import RecipeError
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.families import family_of, has_sinks, has_tower, has_windows
 from megarl.hf.families.check import check_model
 from megarl.hf.families.read import config_of_unknown_type
 from megarl.hf.families.tables.family_table import FIELD, read_table, with_critic_table, with_table
-from megarl.megatron.extra_settings import adaptor_settings, check_names, check_sinks, check_windows, recompute_settings
+from megarl.megatron.extra_settings import (
+    adaptor_settings,
+    attention_needs,
+    check_names,
+    check_sinks,
+    check_windows,
+    recompute_settings,
+)
 from megarl.megatron.images import ImageLayout
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
 from megarl.megatron.lora.targets import check_lora
@@ -79,7 +87,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     if platform.uses_native_layers:
         _install_native_layers(recipe.model.dtype, platform, hf_config)
     else:
-        _check_engine_attention(recipe, hf_config.to_dict())
+        _check_engine_attention(recipe, hf_config.to_dict(), platform)
     if value_head:
         hf_config.tie_word_embeddings = False  # a critic has no output layer to tie
     bridge = _bridge(recipe, hf_config, platform)
@@ -139,8 +147,11 @@ def _check_range(chunks: list[Any], path: str) -> None:
             )
 
 
-def _check_engine_attention(recipe: Recipe, hf_config: dict[str, Any]) -> None:
-    """Refuse sinks and windows that Transformer Engine, or what replaces it, does not have."""
+def _check_engine_attention(recipe: Recipe, hf_config: dict[str, Any], platform: Platform) -> None:
+    """Refuse attention that Transformer Engine, or what replaces it, does not have on this device."""
+    needs = attention_needs(recipe, hf_config)
+    if needs is not None and (unfit := platform.attention_problem(needs)) is not None:
+        raise RecipeError("model.path", *unfit, value=recipe.model.path)
     if has_sinks(hf_config):
         check_sinks(recipe)
     elif has_windows(hf_config):
@@ -262,15 +273,26 @@ def _mark_experts(chunk: Any, *, config: Any, **_: Any) -> None:
 
 
 def _mark_duplicates(chunk: Any, **_: Any) -> None:
-    """Mark weights that every tensor-parallel rank holds in full, so that the gradient norm counts them once.
+    """Mark weights that every tensor-parallel rank holds in full: their gradients count once in the norm, and export gathers nothing.
 
-    Examples: the down projections of latent attention. Transformer Engine's layers leave them unmarked; layers of
-    other platforms may mark them as sharded, and the norm would then count them once per rank.
+    Examples: the down projections of latent attention. Transformer Engine, and what replaces it, mark every weight as sharded.
     """
     for module in chunk.modules():
-        if getattr(module, "parallel_mode", None) == "duplicated":
+        if _is_duplicated(module):
             for parameter in module.parameters(recurse=False):
                 parameter.tensor_model_parallel = False
+
+
+def _is_duplicated(module: Any) -> bool:
+    """Return True for a linear that Megatron built with parallel_mode "duplicated".
+
+    Megatron's TELinear passes None instead to Transformer Engine. Sharded linears may have None too: experts, whose class is
+    another, and shared experts whose communication is overlapped, of a subclass.
+    """
+    from megatron.core.extensions import transformer_engine
+
+    mode = getattr(module, "parallel_mode", "")
+    return mode == "duplicated" or (mode is None and type(module) is transformer_engine.TELinear)
 
 
 def _mark_sinks(chunk: Any, **_: Any) -> None:

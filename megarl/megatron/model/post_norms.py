@@ -41,7 +41,6 @@ def _with_norm(linear: type) -> type:
             """Return the normed output, as `linear` scatters it over tensor-parallel ranks, and no bias."""
             out, bias = super().forward(x, *args, **kwargs)
             assert bias is None, "no family has biases and norms after them"
-            weight = self.post_norm_weight + 1 if self.zero_centered else self.post_norm_weight
-            return rms_norm(out, weight, self.epsilon), None
+            return rms_norm(out, self.post_norm_weight, self.epsilon, zero_centered=self.zero_centered), None
 
     return RowParallelLinearNorm

@@ -16,11 +16,37 @@ import torch.nn.functional as F
 from megarl.megatron.host_offsets import host_offsets
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x / rms(x) * weight over the last dimension. For 16-bit types and on devices, torch's fused kernel."""
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return _RMSNorm.apply(x, weight, eps)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False) -> torch.Tensor:
+    """Return x / rms(x) * weight over the last dimension. For 16-bit types and on devices, torch's fused kernel.
+
+    zero_centered: the factor is 1 + weight, which is added in float32 for 16-bit types, as engines do.
+    """
+    wide = x.dtype in (torch.float32, torch.float64)
+    if zero_centered and not wide:
+        return _ZeroCenteredRMSNorm.apply(x, weight, eps)
+    factor = weight + 1 if zero_centered else weight
+    if x.device.type != "cpu" or not wide:
+        return F.rms_norm(x, factor.shape, factor, eps)
+    return _RMSNorm.apply(x, factor, eps)
+
+
+class _ZeroCenteredRMSNorm(torch.autograd.Function):
+    """RMSNorm of a 16-bit input, in float32. Backward repeats forward, so that no float32 copy of the input is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return F.rms_norm(x.float(), weight.shape, weight.float() + 1, eps).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = x.float().requires_grad_(), (weight.float() + 1).requires_grad_()
+            out = F.rms_norm(inputs[0], weight.shape, inputs[1], ctx.eps)
+        grad_x, grad_weight = torch.autograd.grad(out, inputs, grad.float())
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -51,7 +51,7 @@ class Norm(torch.nn.Module):
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight + 1 if self.zero_centered else self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -66,11 +66,12 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
             self.layer_norm_bias = _norm_weight(config, input_size, value=0.0)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        weight = self.layer_norm_weight + 1 if self.zero_centered else self.layer_norm_weight
+        weight = self.layer_norm_weight
         if hasattr(self, "layer_norm_bias"):
+            weight = weight + 1 if self.zero_centered else weight
             normed = F.layer_norm(x, weight.shape, weight, self.layer_norm_bias, self.eps)
         else:
-            normed = rms_norm(x, weight, self.eps)
+            normed = rms_norm(x, weight, self.eps, zero_centered=self.zero_centered)
         return super().forward(normed, *args, **kwargs)
 
 

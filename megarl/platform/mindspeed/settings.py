@@ -21,12 +21,15 @@ from megarl.registry import nearest
 # Names that scripts use but no MindSpeed version has, and the intended names.
 _CORRECTIONS = {"fused_permute_unpermute": "moe_permute_fusion"}
 _LOOP = "MindSpeed reads it only in Megatron's training loop, which megarl does not use"
+_SEQUENTIAL = "MindSpeed reads it only with moe_token_dispatcher_type alltoall_seq, which megarl does not support"
 # Existing settings without effect: the reason and the remedy.
 _NO_EFFECT = {
     "npu_deterministic": (_LOOP, "set train.deterministic"),
     "profile": (_LOOP, "set observe.profile_steps"),
     "smart_swap": (_LOOP, "leave it out"),
     "auto_settings": (_LOOP, "leave it out"),
+    "moe_tp_extend_ep": (_SEQUENTIAL, "leave it out, and set megatron.expert_parallel"),
+    "moe_permutation_async_comm": (_SEQUENTIAL, "leave it out"),
     "use_fused_swiglu": ("MindSpeed does not read it: SwiGLU is always fused", "leave it out"),
 }
 _KINDS = {"flag": (bool,), "int": (int,), "float": (float, int), "text": (str,)}

@@ -38,6 +38,8 @@ _OWNED_BY_MODEL = (
 )  # fmt: skip
 # With these fields, the other tokens of a micro batch decide which tokens are dropped.
 _DROPS_TOKENS = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy")
+# Layers in these formats need tokens in multiples of 8 in every product, experts' too; megarl pads for TP and CP alone.
+_LOW_PRECISION = ("fp8", "fp4")
 
 
 def extra_errors(recipe: Recipe) -> Iterator[RecipeError]:
@@ -64,6 +66,9 @@ def refusal_of_extra(name: str, section: str) -> tuple[str, str] | None:
     if name in _OWNED_BY_MODEL:
         problem = "the model (config.json, model.dtype) determines it; with another value trainer and engine would compute different models"
         return problem, "leave it out"
+    if name.split("_")[0] in _LOW_PRECISION:
+        problem = "megarl trains in 16 bits or float32: FP8 and FP4 need multiples of 8 tokens, to which megarl does not pad micro batches"
+        return problem, "leave it out; rollout.quantization=fp8 is for engines"
     if name in _DROPS_TOKENS:
         problem = "it drops tokens depending on the rest of their micro batch, so the loss would depend on the split into micro batches"
         return problem, f"leave it out; {section}.moe_aux_loss_coef balances experts"

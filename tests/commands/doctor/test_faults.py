@@ -15,6 +15,7 @@ from megarl.commands.doctor.finding import Finding, Needs, ok
 from megarl.commands.doctor.machine import Output
 from megarl.commands.doctor.npu_checks import Chip, chips
 from megarl.commands.doctor.recipe import needs_of
+from megarl.platform.transformer_engine import AttentionNeeds
 from megarl.recipe.schema import Recipe
 from tests.support.doctor_machine import (
     A2,
@@ -31,6 +32,7 @@ from tests.support.doctor_machine import (
 
 RECIPE = Needs(recipe=True, processes=3)
 CLUSTER = Needs(nodes=2)
+HEADS_OF_128 = AttentionNeeds(128, 128, packed=True, sinks=False, deterministic=False)
 
 
 def examine(machine: FakeMachine, needs: Needs = RECIPE) -> list[Finding]:
@@ -97,6 +99,7 @@ FAULTS: dict[str, Fault] = {
     "Transformer Engine without its torch part": ("cuda", lambda m: m.packages.pop("transformer-engine-torch"), "transformer-engine", "FAIL", ["without transformer-engine-torch"], RECIPE),
     "parts of Transformer Engine of two versions": ("cuda", lambda m: m.packages.update({"transformer-engine-cu13": "2.10.0"}), "transformer-engine", "FAIL", ["transformer-engine-cu13 2.10.0", "one version"], RECIPE),
     "Transformer Engine for another CUDA": ("cuda", lambda m: m.packages.update({"transformer-engine-cu12": m.packages.pop("transformer-engine-cu13")}), "transformer-engine", "FAIL", ["torch for CUDA 13.0", "transformer-engine-cu13==2.11.0"], RECIPE),
+    "Transformer Engine without the model's attention": ("cuda", lambda m: m.torch.update(capability=(8, 0)), "transformer-engine", "FAIL", ["packed sequences on compute capability 8.0", "flash-attn 2.8.3"], dataclasses.replace(RECIPE, attention=HEADS_OF_128)),
     "Transformer Engine built for another torch": ("cuda", lambda m: m.broken.update({"import transformer_engine": "undefined symbol: _ZN3c10"}), "transformer-engine", "FAIL", ["undefined symbol", "--no-build-isolation"], RECIPE),
     "vLLM of after the range": ("cuda", lambda m: m.packages.update({"vllm": "0.34.0"}), "packages", "warning", ["vllm 0.34.0 (the set has >=0.32,<0.34)"], RECIPE),
     "a GPU that somebody holds": ("cuda", lambda m: m.programs.update({"nvidia-smi --query-gpu=index,memory.used,memory.total": Output(0, "0, 4, 81559\n1, 40960, 81559\n")}), "nvidia", "warning", ["1 (40 of 80 GiB)"], RECIPE),

@@ -61,7 +61,7 @@ class Linear(torch.nn.Module):
         weight = torch.nn.Parameter(torch.empty(shape, dtype=arguments["params_dtype"]))
         with torch.no_grad():
             arguments["init_method"](weight)
-        set_tensor_model_parallel_attributes(weight, axis is not None, axis or 0, 1)
+        set_tensor_model_parallel_attributes(weight, True, axis or 0, 1)  # as `reset_parameters` marks every weight
         return weight
 
     def forward(self, *args, **kwargs):
