@@ -137,7 +137,7 @@ class RolloutConfig:
     )
     seeded: Literal["auto", True, False] = key(
         "auto",
-        "Draw each sample with a separate random generator and seed. A sample then does not depend on its batch, and a repeated or resumed run draws the same samples. Costs a Python loop over requests in every decode step on NPUs and in vLLM's Model Runner V1, and nothing in V2, the default on GPUs. false: an engine draws all samples of a weight version from one generator. auto: true on CPUs and with `train.deterministic`, else false. Evaluation samples are always seeded in vLLM.",
+        "Draw each sample with a separate random generator and seed. A sample then does not depend on its batch, and a repeated or resumed run draws the same samples. Costs a Python loop over requests in every decode step, except in vLLM's Model Runner V2 (its default with CUDA). false: an engine draws all samples of a weight version from one generator. auto: true on CPUs and with `train.deterministic`, else false. Evaluation samples are always seeded in vLLM.",
     )
     max_staleness: float = key(
         0.0,
