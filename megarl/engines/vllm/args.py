@@ -278,12 +278,8 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         arguments.update(quantization.arguments())
     if spec.expert_parallel:
         arguments["enable_expert_parallel"] = True
-    if (
-        spec.tensor_parallel > 1
-    ):  # in a Ray actor vLLM would choose Ray, whose workers wait for the devices of this actor
-        arguments["distributed_executor_backend"] = "mp"
-    elif spec.data_parallel > 1:  # vLLM would start a process for the only worker
-        arguments["distributed_executor_backend"] = "uni"
+    if (executor := _executor(spec)) is not None:
+        arguments["distributed_executor_backend"] = executor
     if spec.return_routed_experts:
         arguments["enable_return_routed_experts"] = True
     if spec.adapters is not None:
@@ -316,6 +312,13 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     else:
         arguments["enable_sleep_mode"] = spec.sleep_mode
     return arguments
+
+
+def _executor(spec: EngineSpec) -> str | None:
+    """Return how vLLM starts its workers; None if it chooses well."""
+    if spec.tensor_parallel > 1:
+        return "mp"  # in a Ray actor vLLM would choose Ray, whose workers wait for the devices that this actor holds
+    return "uni" if spec.data_parallel > 1 else None  # vLLM would start a process for the only worker
 
 
 def _set_cpu_arguments(arguments: dict[str, Any], spec: EngineSpec, config: dict[str, Any]) -> None:
