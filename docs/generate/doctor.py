@@ -73,7 +73,7 @@ on the machine, in the container and as the user of the controller (`run.lock` h
   progress: look twice.
 - **No answer:** native code holds Python's lock (GIL), or the process is stopped. If `py-spy` is installed there
   (`pip install py-spy`) and may trace processes (in Docker: `--cap-add SYS_PTRACE`), its stack comes from py-spy.
-- **not finished:** collectives in torch's flight recorder, which torch 2.13 has on. HCCL has another one, which needs
+- **not finished:** collectives in torch's flight recorders for gloo and NCCL, which torch 2.13 has on. HCCL's needs
   `TORCH_HCCL_TRACE_BUFFER_SIZE=2000` in `cluster.environment`. Counts and recorders were tested with gloo, not on GPUs or NPUs.
 
 The sockets are in `/tmp/megarl-stacks-UID`, which only the user can open. [faults.md](faults.md#calls-that-hang)

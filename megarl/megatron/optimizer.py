@@ -155,10 +155,7 @@ def build_optimizer(config: OptimizerConfig, chunks: list[Any], *, dtype: torch.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
     for member in members(optimizer):
         # Create moments now: a checkpoint may precede the first update (if that update is skipped).
-        if member.init_state_fn is None:
-            _init_host_states(member.optimizer)
-        else:
-            member.init_state_fn(member.optimizer)
+        _create_moments(member)
         if any(group.get("is_expert_parallel") for group in member.param_groups):
             # Expert-tensor parallel decides which ranks hold copies of an expert. Megatron uses the tensor-parallel
             # group, which excludes experts of all but its first rank from the gradient norm.
@@ -166,6 +163,19 @@ def build_optimizer(config: OptimizerConfig, chunks: list[Any], *, dtype: torch.
     if dtype == torch.float16:
         _share_loss_scale(optimizer)
     return optimizer
+
+
+def _create_moments(member: Any) -> None:
+    inner = member.optimizer
+    if hasattr(inner, "sub_optimizers"):  # HybridDeviceOptimizer
+        _init_host_states(inner)
+    elif member.init_state_fn is not None:
+        member.init_state_fn(inner)
+    else:
+        raise ValueError(
+            f"Megatron built {type(inner).__name__}, an optimizer without a function that creates its moments. "
+            "Leave out settings that replace Megatron's AdamW."
+        )
 
 
 def _init_host_states(optimizer: Any) -> None:

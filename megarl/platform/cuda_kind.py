@@ -32,6 +32,7 @@ CUDA = DeviceKind(
     plural="GPUs",
     implementation="megarl.platform.cuda:CUDAPlatform",
     collective="NCCL",
+    flight_recorder="torch._C._distributed_c10d._dump_nccl_trace_json",  # absent from torch's builds without NCCL
     ddp={"overlap_grad_reduce": True, "overlap_param_gather": True},
     seeds_cost="a Python loop over requests in every decode step, where vLLM uses its Model Runner V1 (V2, its default, has none)",
     ray_resource="GPU",

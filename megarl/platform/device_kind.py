@@ -37,9 +37,7 @@ class DeviceKind:
     sets: tuple[VersionSet, ...]  # compatible package versions, the default set first
     collective: str  # library of its process groups
     accelerator: bool = True  # has its own memory, which offloading frees; False: computes in host memory
-    flight_recorder: str = (
-        ""  # function of its package that returns its collectives as JSON; torch's recorder needs no entry
-    )
+    flight_recorder: str = ""  # function that returns its library's collectives as JSON; gloo's needs no entry
     ray_resource: str | None = None  # Ray resource of the device; None if processes need no device
     visible: str = ""  # environment variable with the visible devices; "" if there is none
     ddp: Mapping[str, Any] = field(default_factory=dict)  # defaults of `megatron.ddp`

@@ -161,6 +161,19 @@ def test_a_backend_that_does_not_count_and_a_recorder_that_is_missing(monkeypatc
     assert capturing._unfinished() == []
 
 
+def test_collectives_of_nccl_come_from_its_own_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's builds with NCCL have a second recorder, which `_dump_fr_trace_json` does not read."""
+
+    def dump(includeCollectives: bool | None = None, onlyActive: bool | None = None) -> bytes:
+        entry = {"retired": False, "state": "started", "is_p2p": False, "collective_seq_id": 7, "p2p_seq_id": 0}
+        named = {"profiling_name": "nccl:all_reduce", "process_group": ["3", "TENSOR_MODEL_PARALLEL_GROUP"]}
+        return json.dumps({"entries": [{**entry, **named}]}).encode()
+
+    module = torch._C._distributed_c10d
+    monkeypatch.setattr(module, "_dump_nccl_trace_json", dump, raising=False)
+    assert "nccl:all_reduce, number 7 of TENSOR_MODEL_PARALLEL_GROUP" in capturing._unfinished()
+
+
 def frames_of(file: str, *functions: str, **variables: Any) -> Any:
     """Frames of functions that call each other, the outermost first in `functions`, with local `variables`; innermost first."""
     scope: dict[str, Any] = {"sys": sys, "frames": []}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from megarl.errors import RecipeError
 from megarl.hf import published
 from megarl.hf.shape import model_shape
 from megarl.megatron.extra_settings import check_extra_names
+from megarl.megatron.optimizer import _create_moments
 from megarl.platform.device_kind import DeviceKind
 from megarl.preflight.recipe.general import validate
 from megarl.preflight.recipe.optimizer_extra import optimizer_notices
@@ -34,6 +36,20 @@ def recipe_of(extra: dict[str, Any], device: str = "cuda") -> Recipe:
     recipe = Recipe()
     recipe.model.path, recipe.cluster.device, recipe.actor.optimizer.extra = "m", device, extra  # type: ignore[assignment]
     return recipe
+
+
+def test_moments_are_created_by_the_kind_of_optimizer() -> None:
+    """HybridDeviceOptimizer has `sub_optimizers`; a missing `init_state_fn` alone does not make an optimizer one."""
+    created: list[Any] = []
+    device = SimpleNamespace(optimizer="AdamW", init_state_fn=created.append)
+    _create_moments(device)
+    assert created == ["AdamW"]
+    host = SimpleNamespace(sub_optimizers=[], _sync_sub_optimizers_state_to_hdo=lambda: created.append("synced"))
+    _create_moments(SimpleNamespace(optimizer=host, init_state_fn=None))
+    assert created == ["AdamW", "synced"]
+    other = SimpleNamespace(optimizer=torch.optim.SGD([torch.zeros(1)]), init_state_fn=None)
+    with pytest.raises(ValueError, match=r"Megatron built SGD, .*Leave out settings that replace"):
+        _create_moments(other)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from megarl.megatron.native_layers.masked_attention import masked_attention, visible_keys
@@ -47,6 +49,31 @@ def test_attention_and_gradients_equal_transformers(queries: int, keys: int, win
     (expected * weights).sum().backward()
     for tensor, reference in zip(ours, theirs, strict=True):
         torch.testing.assert_close(tensor.grad, reference.grad, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(("window", "with_sinks"), [(None, True), (4, True), (4, False)])
+def test_torchs_memory_efficient_kernels_fit(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, with_sinks: bool
+) -> None:
+    """They need widths that are multiples of 8 for 16-bit types and, in torch 2.13, as many key heads as query heads."""
+    calls: list[list[torch.Size]] = []
+    kernel = F.scaled_dot_product_attention
+
+    def wrapped(*inputs: torch.Tensor, enable_gqa: bool = False, **options: Any) -> torch.Tensor:
+        assert not enable_gqa
+        calls.append([tensor.shape for tensor in inputs])
+        return kernel(*inputs, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrapped)
+    query, key, value, sinks = (
+        torch.randn(1, 4, 5, 64),
+        torch.randn(1, 2, 5, 64),
+        torch.randn(1, 2, 5, 64),
+        torch.ones(4),
+    )
+    out = masked_attention(query, key, value, window=window, sinks=sinks if with_sinks else None)
+    assert out.shape == query.shape
+    assert len(calls) == 1 and all(shape[1] == 4 and shape[-1] % 8 == 0 for shape in calls[0])
 
 
 def test_a_window_without_sinks_equals_the_softmax() -> None:

@@ -95,9 +95,9 @@ CP2, TP2 = {"context_parallel": 2}, {"tensor_parallel": 2}
 # extra, megatron's keys, the same mended or None (nothing mends it), whether MindSpeed itself refuses: in order of RULES.
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None, bool]] = [
     ("swap_optimizer", {"swap_optimizer": True}, {"distributed_optimizer": False}, None, True),
-    ("swap_optimizer", {"swap_optimizer": True, "reuse_fp32_param": True}, {}, {"swap_optimizer": True}, True),
-    ("reuse_fp32_param", {"reuse_fp32_param": True, "bf16": False}, {}, {"reuse_fp32_param": True}, True),
-    ("reuse_fp32_param", {"reuse_fp32_param": True, "optimizer_selection": "fused_ema_adamw"}, {}, {"reuse_fp32_param": True}, True),
+    ("reuse_fp32_param", {"reuse_fp32_param": True}, {}, {"swap_optimizer": True}, False),
+    ("quant_states", {"quant_states": "fp8"}, {}, {"swap_optimizer": True}, False),
+    ("quant_grads", {"quant_grads": True}, {}, {"swap_optimizer": True}, False),
     ("gemm_gradient_accumulation_fusion", {"gemm_gradient_accumulation_fusion": True, "moe_grouped_gemm": False}, {}, {"gemm_gradient_accumulation_fusion": True}, True),
     ("moe_permute_fusion", {"moe_permute_fusion": True, "moe_token_dispatcher_type": "allgather"}, {}, {"moe_permute_fusion": True}, True),
     ("use_fused_moe_token_permute_and_unpermute", {"use_fused_moe_token_permute_and_unpermute": True, "moe_token_dispatcher_type": "allgather"}, {}, {"use_fused_moe_token_permute_and_unpermute": True}, True),

@@ -287,7 +287,9 @@ ALGORITHMS = [
 
 MEGATRON = [
     bad(V3, "megatron.extra.swap_optimiser=true", "megatron.extra.swap_optimiser", "swap_optimizer"),
-    bad(V3, "megatron.extra.reuse_fp32_param=true", "megatron.extra", "reuse_fp32_param"),
+    bad(V3, "megatron.extra.swap_optimizer=false megatron.extra.reuse_fp32_param=true", "megatron.extra.reuse_fp32_param", "use swap_optimizer"),
+    bad(V3, "megatron.extra.quant_states=fp8", "megatron.extra.quant_states", "swap_optimizer saves device memory"),
+    bad(V3, "megatron.extra.quant_grads=true", "megatron.extra.quant_grads", "swap_optimizer saves device memory"),
     bad(DENSE, "megatron.extra.num_layers=4", "megatron.extra.num_layers", "leave it out"),
     bad(DENSE, "megatron.extra.tensor_model_parallel_size=4", "megatron.extra", "set megatron.tensor_parallel"),
     bad(V3, "megatron.extra.moe_expert_capacity_factor=1.0", "megatron.extra", "moe_aux_loss_coef"),

@@ -32,7 +32,7 @@ _HIDDEN = re.compile(
 _IDLE = ("/threading.py", "/selectors.py", "/queue.py", "/socket.py", "/concurrent/futures/thread.py")
 _TRANSPORT = ("megarl/cluster/", "ray/_private/")
 _RECORDERS = (
-    "torch._C._distributed_c10d._dump_fr_trace_json",
+    "torch._C._distributed_c10d._dump_fr_trace_json",  # of backends without a separate recorder, such as gloo
     *(k.flight_recorder for k in KINDS if k.flight_recorder),
 )
 
@@ -201,7 +201,7 @@ def _count(group: Any) -> int | None:
 
 
 def _unfinished() -> list[str]:
-    """Return collectives that have not finished, from the flight recorders of torch and of device packages; [] without one."""
+    """Return collectives that have not finished, from the flight recorders of torch and of devices; [] without one."""
     texts = []
     for path in _RECORDERS:
         package, _, attribute = path.partition(".")

@@ -2,7 +2,8 @@
 
 MindSpeed asserts or warns when the model is built, in a trainer process. Each rule mirrors one of its checks, with the file of
 core_r0.16.0 under `mindspeed/features_manager/`. The rules for `moe_shared_expert_overlap` and `context_parallel_size` concern
-defects without a check, reproduced by `tests/support/mindspeed_ranks.py`.
+defects without a check, reproduced by `tests/support/mindspeed_ranks.py`; `reuse_fp32_param`, `quant_states` and `quant_grads`
+do not fit megarl's updates and checkpoints.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ def contradiction(settings: Settings) -> MindSpeedRule | None:
 
 def is_on(settings: Settings, name: str) -> bool:
     return settings.get(name) not in (None, False, 0, "disable")
+
+
+def _always(settings: Settings) -> bool:
+    return True
 
 
 def _on(*names: str) -> Callable[[Settings], bool]:
@@ -91,9 +96,8 @@ _PERMUTES = ("moe_permute_fusion", "use_fused_moe_token_permute_and_unpermute")
 
 RULES = (
     MindSpeedRule("swap_optimizer", _off("use_distributed_optimizer"), "it moves the states of the distributed optimizer, which is off", "set megatron.distributed_optimizer=true", _SWAP),
-    MindSpeedRule("swap_optimizer", _on("reuse_fp32_param"), "it is incompatible with reuse_fp32_param", "leave one out", _SWAP),
-    MindSpeedRule("reuse_fp32_param", _off("bf16"), "it needs bfloat16 weights", "set model.dtype=bfloat16, or leave it out", "memory/reuse_fp32_param.py"),
-    MindSpeedRule("reuse_fp32_param", lambda settings: settings.get("optimizer_selection") == "fused_ema_adamw", "it is incompatible with optimizer_selection fused_ema_adamw", "leave one out", "memory/reuse_fp32_param.py"),
+    MindSpeedRule("reuse_fp32_param", _always, "weights and master weights share memory, which skipped updates, megatron.offload and checkpoints corrupt", "use swap_optimizer instead", "memory/reuse_fp32_param.py"),
+    *(MindSpeedRule(name, _always, "MindSpeed's AdamW of lower precision keeps its states in formats that megarl's checkpoints do not read or write", "leave it out; swap_optimizer saves device memory", "optimizer/low_precision_optimizer_feature.py") for name in ("quant_states", "quant_grads")),
     MindSpeedRule("gemm_gradient_accumulation_fusion", _off("moe_grouped_gemm"), "it is part of moe_grouped_gemm, which is off", "set moe_grouped_gemm: true", "moe/gmm.py"),
     *(MindSpeedRule(name, _dispatcher_is("allgather"), "it is incompatible with moe_token_dispatcher_type allgather", "use alltoall", _PERMUTE) for name in _PERMUTES),
     MindSpeedRule("use_ascend_mc2", _on("fp8"), "it is incompatible with fp8", "leave one out", "megatron_basic/transformer_engine_basic.py"),

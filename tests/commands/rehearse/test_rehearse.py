@@ -364,7 +364,7 @@ def test_an_unusable_folder_is_rejected_first(
     ("override", "words"),
     [
         ("megatron.extra.swap_optimiser=true", "Nearest: swap_optimizer"),
-        ("megatron.extra.reuse_fp32_param=true", "it is incompatible with reuse_fp32_param"),
+        ("megatron.extra.reuse_fp32_param=true", "use swap_optimizer instead"),
         ("megatron.expert_parallel=48", "expert_parallel=48 does not divide"),
     ],
 )
