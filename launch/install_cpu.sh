@@ -10,12 +10,12 @@ extra=${1:-}   # "dev": also what the tests need
 files=("$root/launch/requirements-cpu.txt")
 if [ "$extra" = dev ]; then files+=("$root/launch/requirements-dev.txt"); fi
 
-has_locked_packages() { # sets version; the locked packages have wheels for these versions alone
+has_supported_python() { # sets version; the locked packages have wheels for Python 3.11 and 3.12 alone
   version=$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || version="not found"
   case $version in 3.11 | 3.12) ;; *) return 1 ;; esac
 }
 if "$venv/bin/python" -m pip --version > /dev/null 2>&1; then
-  if ! has_locked_packages "$venv/bin/python"; then
+  if ! has_supported_python "$venv/bin/python"; then
     echo "the locked packages need Python 3.11 or 3.12, and the environment $venv has $version." \
       "Remove it, or name another folder: MEGARL_VENV=/path/to/environment" >&2
     exit 2
@@ -31,7 +31,7 @@ else
     exit 2
   fi
   python=${MEGARL_PYTHON:-$(command -v python3.11 || command -v python3.12 || command -v python3 || true)}
-  if ! has_locked_packages "${python:-python3}"; then
+  if ! has_supported_python "${python:-python3}"; then
     echo "the locked packages need Python 3.11 or 3.12, and ${python:-python3} is $version." \
       "Install one of them, and name it: MEGARL_PYTHON=/path/to/python3.11 (vLLM 0.32 needs at least 3.11)" >&2
     exit 2

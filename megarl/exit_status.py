@@ -57,19 +57,19 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-class PastTyper(Exception):
-    """Carries an error that typer would not pass on: it turns EOFError into Ctrl-C, and ends silently at EPIPE."""
+class HiddenFromTyper(Exception):
+    """Wraps an error so that typer does not swallow it: typer turns EOFError into Ctrl-C, and ends silently at a broken pipe."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
-def _uncarried(command: Callable[[], Any]) -> Any:
-    """Run `command`; raise the error that a `PastTyper` carries."""
+def _run_unwrapped(command: Callable[[], Any]) -> Any:
+    """Run `command`; raise the error inside a `HiddenFromTyper`."""
     try:
         return command()
-    except PastTyper as carrier:
-        error = carrier.error
+    except HiddenFromTyper as wrapped:
+        error = wrapped.error
     raise error
 
 
@@ -78,7 +78,7 @@ def guarded(command: Callable[[], Any], *, debug: bool) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     raise_again({KeyboardInterrupt: signal.SIGINT, Terminated: signal.SIGTERM})
     try:
-        status = _uncarried(command)
+        status = _run_unwrapped(command)
         if status == INTERRUPTED:  # typer's status for Ctrl-C
             raise KeyboardInterrupt
         return status if isinstance(status, int) else 0

@@ -21,7 +21,8 @@ rollout: {samples_per_prompt: 16}
 
 `base:` names a parent file or a list of parent files, relative to the recipe. Later parents override earlier ones, the
 recipe overrides its parents, and `key=value` on the command line overrides everything. Values are YAML, but a text
-is taken as it is typed (`name=007`), unless it begins with a quote or a bracket. In a file, quote a text that looks like a number.
+stays as typed (`name=007`). Quote a text that begins with a quote, a bracket or one of `| > & * !`, or that YAML reads as null or
+a switch (yes, no, on, off): `"name='yes'"`. In a file, quote a text that looks like a number.
 A run writes all its settings to `runs/<name>/recipe.resolved.yaml`. A list with one entry needs no brackets: `train_files: train.parquet`.
 
 An unknown key, a wrong type, a value out of bounds or an impossible combination ends the command before any process

@@ -97,7 +97,7 @@ def _maker(entry: dict[str, Any], place: str) -> Callable[[], Any]:
 
 def class_of(path: Any, place: str, base: str, methods: Sequence[str]) -> Any:
     """Import the class of an entry, which has the `methods` of verl's `base`. Raises ValueError if there is none."""
-    module_name, name = module_and_class(path, place)
+    module_name, name = module_and_class(path, f"the class of {place}")
     try:
         class_ = getattr(import_user_module(module_name), name)
     except Exception as error:
@@ -112,9 +112,9 @@ def class_of(path: Any, place: str, base: str, methods: Sequence[str]) -> Any:
 
 
 def module_and_class(path: Any, place: str) -> tuple[str, str]:
-    """Return the module and the name of an entry's class. Raises ValueError if `path` is not ``module.Class``."""
+    """Return the module and the name of the class at `place`, a field. Raises ValueError if `path` is not ``module.Class``."""
     if not isinstance(path, str) or "." not in path:
-        raise ValueError(f"{place}: its class is {path!r}, not module.Class")
+        raise ValueError(f"{place} is {path!r}: write it as module.Class")
     module_name, _, name = path.rpartition(".")
     return module_name, name
 

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from megarl.exit_status import PastTyper
+from megarl.exit_status import HiddenFromTyper
 from megarl.observe.stdout import discard, has_no_reader
 
 
@@ -20,8 +20,8 @@ class CommandGroup(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError as error:
             if not has_no_reader():  # the pipe is another one, e.g. to a process of the run
-                raise PastTyper(error) from error
+                raise HiddenFromTyper(error) from error
             discard(sys.stdout)
             raise typer.Exit(1) from error
         except EOFError as error:
-            raise PastTyper(error) from error
+            raise HiddenFromTyper(error) from error

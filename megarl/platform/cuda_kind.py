@@ -69,7 +69,7 @@ CUDA = DeviceKind(
                 "ray": "==2.60.0",
             },
             install="pip install -r launch/requirements-cuda.txt",
-            remark="vLLM 0.32 needs torch 2.13, 0.33 needs torch 2.14",
+            remark="vLLM 0.32 needs torch 2.13 and transformers below 5.20, 0.33 needs torch 2.14",
         ),
     ),
 )

@@ -81,7 +81,9 @@ class RoleSettings:
             requirement = self._requirement(name)
             if requirement is not None and not requirement.accepts(value):
                 defaults = self._before_shell(with_recipe=False)
-                default = next(f"{alias}={defaults[alias]}" for alias in self._aliases(name) if alias in defaults)
+                default = next(
+                    f"{alias}={_shown(defaults[alias])}" for alias in self._aliases(name) if alias in defaults
+                )
                 remedy = f"leave it out: megarl sets {default}"
                 raise RecipeError(f"cluster.environment.{self.role}.{name}", requirement.why, remedy, value=value)
 
@@ -97,9 +99,9 @@ class RoleSettings:
     def notices(self, shell: Mapping[str, str] = _SHELL) -> list[str]:
         """Notices about variables that have another value in the shell."""
         return [
-            f"the environment has {name}={shell[name]}, which is overridden: {self.role} get {name}={value}, since {why}"
+            f"the environment has {name}={shell[name]}, which is overridden: {self.role} get {name}={_shown(value)}, since {why}"
             if why
-            else f"the environment has {name}={shell[name]}, which is kept; otherwise {self.role} would get {name}={value}"
+            else f"the environment has {name}={shell[name]}, which is kept; otherwise {self.role} would get {name}={_shown(value)}"
             for name, value, why in self._shared(shell)
             if shell[name] != value
         ]
@@ -143,3 +145,7 @@ class RoleSettings:
 def users_first(defaults: Mapping[str, str], shell: Mapping[str, str] = _SHELL) -> dict[str, str]:
     """Return `defaults` with the shell's values where the shell has valid ones."""
     return RoleSettings("processes", defaults).environment(shell)
+
+
+def _shown(value: str) -> str:
+    return value or '""'

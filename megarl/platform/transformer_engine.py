@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from packaging.version import InvalidVersion, Version
 
@@ -65,8 +65,8 @@ def problem_of(version: str) -> str | None:
 class AttentionNeeds:
     """A model's attention in 16-bit training, as far as it selects one of Transformer Engine's kernels."""
 
-    query: int  # elements of a head of queries and keys
-    value: int
+    query_size: int  # elements of a head of queries and keys
+    value_size: int
     packed: bool
     sinks: bool
     deterministic: bool
@@ -86,15 +86,17 @@ def attention_problem(needs: AttentionNeeds, capability: Capability, flash_attn:
         f"Transformer Engine 2.9 to 2.11 has no fused attention {lacks} on compute capability {capability[0]}.{capability[1]}: "
         "the first pass would fail, or store the scores of all pairs of tokens"
     )
+    unpacked = needs.packed and _fused_lacks(replace(needs, packed=False), capability) is None
+    native = f"{'set megatron.packing=false, or ' if unpacked else ''}{NATIVE_LAYERS}"
     if not _flash_has(needs, capability):
-        return f"{problem}. flash-attn does not have it either", NATIVE_LAYERS
+        return f"{problem}. flash-attn does not have it either", native
     steps = []
     if not meets(flash_attn, FLASH_ATTENTION):
         problem += f". flash-attn has it, and {f'{flash_attn} is installed' if flash_attn else 'is not installed'}"
         steps.append("install flash-attn 2.8.3 (2.8.1 with Transformer Engine 2.9)")
     if needs.backend == "fused":
         steps.append("set megatron.extra.attention_backend=flash")
-    return (problem, f"{' and '.join(steps)}; or {NATIVE_LAYERS}") if steps else None
+    return (problem, f"{' and '.join(steps)}; or {native}") if steps else None
 
 
 def _fused_lacks(needs: AttentionNeeds, capability: Capability) -> str | None:
@@ -103,7 +105,7 @@ def _fused_lacks(needs: AttentionNeeds, capability: Capability) -> str | None:
     From nvte_get_fused_attn_backend (common/fused_attn/fused_attn.cpp) and get_attention_backend of 2.9 to 2.11, with cuDNN 9.11
     or later.
     """
-    query, value = needs.query, needs.value
+    query, value = needs.query_size, needs.value_size
     if capability < (8, 0):
         return "at all"
     if needs.packed and (capability < (9, 0) or capability == (12, 0)):
@@ -122,6 +124,6 @@ def _fused_lacks(needs: AttentionNeeds, capability: Capability) -> str | None:
 
 def _flash_has(needs: AttentionNeeds, capability: Capability) -> bool:
     """Return True if FlashAttention 2 has this attention in Transformer Engine: heads of one size, no sinks."""
-    if capability < (8, 0) or needs.sinks or needs.query != needs.value or needs.query % 8:
+    if capability < (8, 0) or needs.sinks or needs.query_size != needs.value_size or needs.query_size % 8:
         return False
-    return needs.query <= 192 or (needs.query <= 256 and capability in ((8, 0), (9, 0), (10, 0), (12, 0)))
+    return needs.query_size <= 192 or (needs.query_size <= 256 and capability in ((8, 0), (9, 0), (10, 0), (12, 0)))

@@ -35,7 +35,7 @@ Config = dict[str, Any]
 POLICY, CRITIC, JUDGE_PATH = "model.path", "critic.model_path", "judge.path"
 _REMEDIES = {  # for a missing model directory, by the last parts of its path; an argument is the command
     "data/quickstart/model": "run `{} data quickstart --out data/quickstart` to make it",
-    "runs/quickstart-sft/hf": "run `{} quickstart`, which makes it and trains it further",
+    "runs/quickstart-sft/hf": "run `{} quickstart`, whose SFT run makes it",
 }
 
 

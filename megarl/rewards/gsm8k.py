@@ -18,7 +18,7 @@ def gsm8k(request: ScoreRequest) -> dict[str, float | str | None]:
     Thousands separators are ignored; any other difference counts: ``72.0`` is not ``72``. The ground truth may be the whole
     worked solution, as in the column ``answer`` of the data set.
     """
-    expected = final_number(_text(request.ground_truth))
+    expected = final_answer(_text(request.ground_truth))
     if not expected:
         raise ValueError("the row's ground_truth is empty, or has nothing after its last ####")
     answers = ANSWER.findall(request.response[-TAIL:])
@@ -27,7 +27,7 @@ def gsm8k(request: ScoreRequest) -> dict[str, float | str | None]:
     return {"score": correct, "accuracy": correct, "answer": answer}
 
 
-def final_number(solution: str) -> str:
+def final_answer(solution: str) -> str:
     """Return the text after the last ``####``, or all of it without one, without thousands separators and currency."""
     return _plain(solution.rpartition("####")[2])
 

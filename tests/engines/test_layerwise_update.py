@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -218,6 +220,37 @@ def test_loaders_find_the_experts_of_an_engine_that_sleeps() -> None:
         assert [getattr(model[0], find)(expert) for expert in range(4)] == [-1, 0, 1, -1]
         raise ValueError("no values")
     assert getattr(model[0], find)(1) == 10**6, "the layer's own method is back"
+
+
+def test_a_rank_that_joins_asleep_traces_its_loader_with_the_tables_of_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, seen = torch.nn.Sequential(SpreadExperts()), []
+    sampler = SimpleNamespace(
+        logprobs_mode="raw_logprobs", topk_topp_sampler=SimpleNamespace(logprobs_mode="raw_logprobs")
+    )
+    rank = SimpleNamespace(
+        rank=1,
+        model_runner=SimpleNamespace(sampler=sampler, get_model=lambda: model),
+        model_config=SimpleNamespace(logprobs_mode="processed_logprobs"),
+        megarl_disconnect=lambda: None,
+        _megarl_context=contextlib.nullcontext,
+    )
+    monkeypatch.setattr(worker, "current_platform", SimpleNamespace(device_type="npu"))
+    assert worker.WorkerExtension.megarl_start(rank)[0] == 1
+    assert sampler.logprobs_mode == sampler.topk_topp_sampler.logprobs_mode == "processed_logprobs", (
+        "vllm-ascend leaves raw"
+    )
+
+    model[0]._expert_map.fill_(10**6)  # asleep
+    receiver = SimpleNamespace(collect_held=list, publish_needed=seen.append)
+    monkeypatch.setattr(worker, "Session", SimpleNamespace(from_json=lambda _: SimpleNamespace(sharded=True)))
+    monkeypatch.setattr(worker, "ShardedReceiver", lambda *_: receiver)
+    monkeypatch.setattr(worker, "held_tensors", lambda _: [])
+    find = "_map_global_expert_id_to_local_expert_id"
+    monkeypatch.setattr(worker, "live_needed_slices", lambda model, _: [getattr(model[0], find)(e) for e in range(4)])
+    assert worker.WorkerExtension.megarl_connect(rank, "{}", "e0") is None
+    assert seen == [[-1, 0, 1, -1]]
 
 
 def test_vllms_loader_finds_experts_by_this_method() -> None:

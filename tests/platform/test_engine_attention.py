@@ -51,6 +51,8 @@ def recipe_with(extra: dict[str, Any] | None = None, packing: bool = True, deter
         ("gemma-3-1b-it", L40S, "2.8.3", "flash-attn does not have it either"),
         ("GLM-4.7-Flash", H100, None, ""),
         ("GLM-4.7-Flash", B200, "2.8.3", "heads of 256 and 256 elements"),
+        # attention sinks
+        ("gpt-oss-20b", A100, "2.8.3", "flash-attn does not have it either"),
     ],
 )  # fmt: skip
 def test_models_and_devices(model: str, capability: tuple[int, int], installed: str | None, words: str) -> None:
@@ -67,6 +69,7 @@ def test_settings_decide() -> None:
         return needs and attention_problem(needs, capability, installed)
 
     assert problem("Qwen3-8B", A100, packing=False) is None
+    assert "; or set megatron.packing=false, or uninstall" in problem("Qwen3-8B", A100)[1]
     assert "train.deterministic" in problem("Qwen3-8B", B200, deterministic=True)[0]
     assert problem("Qwen3-8B", B200, "2.8.3", deterministic=True) is None
     assert problem("Qwen3-8B", H100, deterministic=True) is None
@@ -99,4 +102,4 @@ def test_the_doctor_reads_the_model(tmp_path: Path) -> None:
     assert needs_of(recipe, {}).attention is None
     (tmp_path / "config.json").write_text(json.dumps(published.read("Moonlight-16B-A3B")))
     needs = needs_of(recipe, {}).attention
-    assert needs is not None and (needs.query, needs.value, needs.backend) == (192, 128, "fused")
+    assert needs is not None and (needs.query_size, needs.value_size, needs.backend) == (192, 128, "fused")

@@ -237,7 +237,7 @@ def test_no_role_forms_its_groups_from_a_sites_rank_table() -> None:
         settings = RoleSettings(role, defaults)
         assert settings.environment(shell)["RANK_TABLE_FILE"] == ""
         (notice,) = settings.notices(shell)
-        assert f"overridden: {role} get RANK_TABLE_FILE=, since a rank table describes one group" in notice
+        assert f'overridden: {role} get RANK_TABLE_FILE="", since a rank table describes one group' in notice
 
 
 def test_a_users_variable_does_not_disable_determinism() -> None:

@@ -136,7 +136,7 @@ def test_a_missing_quickstart_model_names_the_command_to_make_it(
             read_hf_config(str(tmp_path / path))
         advice[path] = error.value.remedy
     assert advice["data/quickstart/model"] == "run `megarl data quickstart --out data/quickstart` to make it"
-    assert advice["runs/quickstart-sft/hf"] == "run `megarl quickstart`, which makes it and trains it further"
+    assert advice["runs/quickstart-sft/hf"] == "run `megarl quickstart`, whose SFT run makes it"
     assert "quickstart" not in advice["models/Qwen3-8B"]
     assert load_recipe(str(ROOT / "recipes" / SFT_RECIPE)).model.path.endswith("data/quickstart/model")
     assert load_recipe(str(ROOT / "recipes" / RL_RECIPE)).model.path.endswith("runs/quickstart-sft/hf")

@@ -69,7 +69,10 @@ def local_files(recipe: Recipe, roots: Sequence[Path] | None = None) -> tuple[di
 
 
 def _modules_of_classes(file: Path, setting: str) -> Iterator[str]:
-    """Yield the modules of the classes in a YAML file of verl. Raises ValueError for another file. `setting`: names the file."""
+    """Yield the module of each class in a YAML file of verl. `setting`: the recipe key that names the file.
+
+    Raises ValueError if the file has another form.
+    """
     if setting == "agent.loop":
         from megarl.agents.custom.verl_loops import loop_entries
 
@@ -81,7 +84,7 @@ def _modules_of_classes(file: Path, setting: str) -> Iterator[str]:
     from megarl.agents.verl_tools import module_and_class
 
     for entry in entries:
-        module, _ = module_and_class(entry.get(field), str(file))
+        module, _ = module_and_class(entry.get(field), f"{field} in {file}")
         yield module
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.commands.data.source import PreparedFiles, problem_row, write_splits
 from megarl.data.rows import Row
-from megarl.rewards.gsm8k import final_number
+from megarl.rewards.gsm8k import final_answer
 
 INSTRUCTION = 'Reason step by step, then end with a line that holds "#### " and the final number alone.'
 DATA_SOURCE = "openai/gsm8k"
@@ -26,7 +26,7 @@ def prepare(source: str, out: Path) -> PreparedFiles:
 
 def _prompt_row(row: Row, split: str, index: int) -> dict[str, Any]:
     question, answer = row.need("question", str), row.need("answer", str)
-    ground_truth = final_number(answer)
+    ground_truth = final_answer(answer)
     if "####" not in answer or not ground_truth:
         raise ValueError(f"{row.where}: the answer has no number after '####': ...{answer[-60:]!r}")
     content = f"{question}\n{INSTRUCTION}"

@@ -166,8 +166,7 @@ def _text(file: Path, draft: Path, answers: Answers) -> tuple[str, list[str]]:
 
 
 def _model_config(path: str, draft: Path) -> tuple[dict[str, Any] | None, str | None]:
-    """Return config.json of the model, and None; or None, and why it cannot be read, if it is not on this machine and the hub
-    does not answer.
+    """Return (config.json of the model, None), or (None, reason) if it is not here and the hub gives no definite answer.
 
     Raises RecipeError for a model that megarl cannot train, and for one that the hub does not have or does not give.
     """
@@ -175,7 +174,7 @@ def _model_config(path: str, draft: Path) -> tuple[dict[str, Any] | None, str | 
         config = config_of(path, draft)
     except NotHereError as error:
         refusal = error.__cause__
-        if isinstance(refusal, hub.HubError) and refusal.is_answer:
+        if isinstance(refusal, hub.HubError) and refusal.is_definite:
             raise RecipeError(POLICY, refusal.problem, refusal.remedy, value=path) from error
         return None, error.problem
     check_known_model(config, POLICY, path)

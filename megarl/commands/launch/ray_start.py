@@ -17,7 +17,7 @@ def ray_command(topology: Topology, device: str) -> list[str]:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     command += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
     if topology.is_head:
-        command += ["--head", f"--port={topology.port}", f"--node-ip-address={topology.head_ip}"]
+        command += ["--head", f"--port={topology.port}", f"--node-ip-address={topology.head_address}"]
         command += ["--include-dashboard=false", "--no-monitor", f"--ray-client-server-port={topology.port + 2}"]
     else:
         command += [f"--address={topology.ray_address}"]

@@ -40,13 +40,16 @@ class Topology:
         return self.node_rank == 0
 
     @property
-    def head_ip(self) -> str:
-        """Address under which Ray lists node rank 0. On the head a number, as megarl sorts nodes by; OSError if its name has none."""
+    def head_address(self) -> str:
+        """Address of Ray's head. On the head itself a numeric one, under which Ray lists the node and megarl sorts it; else `master`.
+
+        Raises OSError on the head if its name has no address.
+        """
         return (self.node_ip or numeric_address(self.master)) if self.is_head else self.master
 
     @property
     def ray_address(self) -> str:
-        return f"{self.head_ip}:{self.port}"
+        return f"{self.head_address}:{self.port}"
 
 
 def read_topology(environ: Mapping[str, str]) -> Topology:

@@ -124,7 +124,7 @@ class SimulatedRecipe:
                 window=window if max_staleness else RolloutConfig().window,
             ),
         )
-        return _with_allowed_restarts(layout)
+        return _without_refused_min_engines(layout)
 
     def split(self, trainers: int, rule: UpdateRule, max_staleness: float, window: float) -> Recipe:
         """Return the recipe with separate devices for `trainers` and engines."""
@@ -142,7 +142,7 @@ class SimulatedRecipe:
                 window=RolloutConfig().window if rule == "drain" else window,  # drain refuses another
             ),
         )
-        return _with_allowed_restarts(layout)
+        return _without_refused_min_engines(layout)
 
     def oversampled(self, layout: Recipe, oversample: float) -> Recipe:
         """Return `layout` with another `algorithm.dynamic_sampling.oversample`."""
@@ -181,7 +181,7 @@ class SimulatedRecipe:
         return sorted(nearest)
 
 
-def _with_allowed_restarts(layout: Recipe) -> Recipe:
+def _without_refused_min_engines(layout: Recipe) -> Recipe:
     """Return `layout` without the recipe's `rollout.min_engines` and `rollout.step_timeout` if a run of this layout refuses them."""
     least = layout.rollout.min_engines
     if least is None or not any(error.key == "rollout.min_engines" for error in fleet_errors(layout)):

@@ -315,7 +315,7 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
 
 
 def _executor(spec: EngineSpec) -> str | None:
-    """Return how vLLM starts its workers; None if it chooses well."""
+    """Return vLLM's `distributed_executor_backend`; None to keep its default."""
     if spec.tensor_parallel > 1:
         return "mp"  # in a Ray actor vLLM would choose Ray, whose workers wait for the devices that this actor holds
     return "uni" if spec.data_parallel > 1 else None  # vLLM would start a process for the only worker

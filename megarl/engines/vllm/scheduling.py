@@ -8,16 +8,20 @@ from megarl.errors import RecipeError
 
 
 def needs_synchronous_scheduling(spec: EngineSpec) -> bool:
-    """Return whether each sampled token must have been returned when an update starts.
+    """Return True if vLLM must schedule synchronously.
 
-    Raises RecipeError if `engine_args` set asynchronous scheduling then.
+    With a batch in flight, an update would lose or mislabel tokens, or vLLM forbids the reset of its prefix cache. Raises
+    RecipeError if `engine_args` set asynchronous scheduling then.
     """
     problem = None
     if spec.at_update == "keep" or (spec.at_update == "refresh" and not _drops_stale_tokens()):
         problem = f"with rollout.at_update={spec.at_update} and this version of vLLM, it would lose or mislabel tokens at updates"
         remedy = "leave it out, or set rollout.at_update=drain"
     elif spec.return_routed_experts and spec.tensor_parallel == 1 and _keeps_experts_in_flight():
-        problem = "with megatron.routing_replay=rollout and rollout.tensor_parallel=1, this version of vLLM fails at the next step"
+        problem = (
+            "with megatron.routing_replay=rollout and rollout.tensor_parallel=1, this version of vLLM keeps a batch in flight "
+            "after the last request, and the reset of its prefix cache then fails"
+        )
         remedy = "leave it out"
     if problem is not None and spec.engine_args.get("async_scheduling"):
         raise RecipeError("rollout.engine_args.async_scheduling", problem, remedy, value=True)
@@ -33,9 +37,9 @@ def _drops_stale_tokens() -> bool:
 
 
 def _keeps_experts_in_flight() -> bool:
-    """Return whether a worker in the engine's process forbids a reset of the prefix cache while a batch is in flight.
+    """Return True if this vLLM forbids a reset of the prefix cache while a worker in the engine's process has a batch in flight.
 
-    The buffer of routed experts (distributed/aux_output_connector) asserts it. Such a worker returns a batch's experts only when
+    Its buffer of routed experts (distributed/aux_output_connector) asserts it. Such a worker returns a batch's experts only when
     the next step asks for them, and none does after the last request; workers in other processes return them at once.
     """
     folder = package_folder("vllm")

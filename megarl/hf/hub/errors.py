@@ -83,7 +83,7 @@ def _hub_error(error: Exception, name: HubName, kind: Kind) -> HubError | None:
         return HubError(
             f"the {kind_name} {name.repo} is gated, and this account has no access",
             f"accept its terms at {page}, then log in on every node with `hf auth login`, or set HF_TOKEN",
-            is_answer=True,
+            is_definite=True,
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return HubError(
@@ -91,13 +91,13 @@ def _hub_error(error: Exception, name: HubName, kind: Kind) -> HubError | None:
             if kind == "model"
             else f"{endpoint()} has no data set {name.repo}, or it is private{_status(error)}",
             "correct the name; for a private one log in on every node with `hf auth login`, or set HF_TOKEN",
-            is_answer=True,
+            is_definite=True,
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return HubError(
             f"{name.repo} has no revision {name.revision!r}",
             f"name a branch, a tag or a commit of {page}/tree/main",
-            is_answer=True,
+            is_definite=True,
         )
     if isinstance(error, errors.HFValidationError):
         return HubError(f"{name.repo!r} is not a name on the hub: {error}", "write OWNER/NAME, or the path of a folder")

@@ -28,11 +28,11 @@ _FILE = re.compile(r".*\.(?:jsonl?|ya?ml|safetensors|bin|pth?|ckpt|parquet|gguf|
 class HubError(ValueError):
     """A name on the hub that cannot be used: the problem, and what to change.
 
-    is_answer: the hub answered that it has no such repository or revision, or that this account has no access.
+    is_definite: the hub has no such repository or revision, or gives it only to other accounts; trying again does not help.
     """
 
-    def __init__(self, problem: str, remedy: str, *, is_answer: bool = False):
-        self.problem, self.remedy, self.is_answer = problem, remedy, is_answer
+    def __init__(self, problem: str, remedy: str, *, is_definite: bool = False):
+        self.problem, self.remedy, self.is_definite = problem, remedy, is_definite
         super().__init__(f"{problem}: {remedy}")
 
 

@@ -286,8 +286,8 @@ def _mark_duplicates(chunk: Any, **_: Any) -> None:
 def _is_duplicated(module: Any) -> bool:
     """Return True for a linear that Megatron built with parallel_mode "duplicated".
 
-    Megatron's TELinear passes None instead to Transformer Engine. Sharded linears may have None too: experts, whose class is
-    another, and shared experts whose communication is overlapped, of a subclass.
+    TELinear holds None in place of "duplicated". Two kinds of sharded linears hold None too, so the exact type is compared: experts
+    have another class, and shared experts with overlapped communication a subclass.
     """
     from megatron.core.extensions import transformer_engine
 

@@ -51,7 +51,7 @@ class _GroupedLinear(torch.nn.Module):
             weight = torch.nn.Parameter(empty)
             with torch.no_grad(), get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                 init_method(weight)
-            # Transformer Engine marks unsharded experts, too. In an expert-tensor group of one rank, marks make no difference.
+            # Marked only if split. Transformer Engine marks unsplit experts too, which has no effect in a group of one rank.
             set_tensor_model_parallel_attributes(weight, shards > 1, self.axis, 1)
             weight.allreduce = not (is_expert and config.expert_model_parallel_size > 1)
             weights.append(weight)

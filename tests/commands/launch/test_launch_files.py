@@ -226,7 +226,9 @@ def check_pod(pod, devices, device):
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
     assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-    assert pod["terminationGracePeriodSeconds"] > Recipe().train.grace_seconds + 20  # a save after it, and the end
+    documented = re.search(r"terminationGracePeriodSeconds: (\d+)", (LAUNCH.parent / "docs/faults.md").read_text())
+    assert documented is not None and pod["terminationGracePeriodSeconds"] == int(documented[1])
+    assert pod["terminationGracePeriodSeconds"] > Recipe().train.grace_seconds + 300, "a save that has begun"
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert "/dev/shm" in mounts and ("/usr/local/Ascend/driver" in mounts) == (device == "npu")
 
