@@ -27,6 +27,7 @@ NATIVE_LAYERS = (
     "(docs/cuda.md)"
 )
 """Remedy without Transformer Engine."""
+_UNFUSED = "; megatron.extra.attention_backend=unfused stores the scores, which `plan` does not count"
 
 Capability = tuple[int, int]  # compute capability of a device
 
@@ -87,7 +88,7 @@ def attention_problem(needs: AttentionNeeds, capability: Capability, flash_attn:
         "the first pass would fail, or store the scores of all pairs of tokens"
     )
     unpacked = needs.packed and _fused_lacks(replace(needs, packed=False), capability) is None
-    native = f"{'set megatron.packing=false, or ' if unpacked else ''}{NATIVE_LAYERS}"
+    native = f"{'set megatron.packing=false, or ' if unpacked else ''}{NATIVE_LAYERS}{_UNFUSED}"
     if not _flash_has(needs, capability):
         return f"{problem}. flash-attn does not have it either", native
     steps = []

@@ -7,6 +7,8 @@ import functools
 import typing
 from typing import Any
 
+import yaml
+
 from megarl.errors import plain
 
 MOST_PROCESSES = 100_000
@@ -72,3 +74,24 @@ def _plain_type(kind: Any) -> str:
     if (choices := choices_of(kind)) is not None:
         return " | ".join(choices)
     return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("typing.", "")
+
+
+def is_number_for_text(name: str, value: Any, schema: type) -> bool:
+    """Return True if `value` is a number, and the key a text: YAML has converted a text such as 2024."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and without_none(type_of(schema, name)) is str
+
+
+class RecipeDumper(yaml.SafeDumper):
+    """Writes recipes. Quotes texts that recipes read as numbers and YAML 1.1 does not, such as 12e3."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    try:
+        float(text)
+    except ValueError:
+        return dumper.represent_str(text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'")
+
+
+RecipeDumper.add_representer(str, _represent_text)

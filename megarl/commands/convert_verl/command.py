@@ -38,6 +38,7 @@ from megarl.megatron.layout import check_layout
 from megarl.preflight.load import load_recipe
 from megarl.preflight.recipe.megatron_extra import refusal_of_extra
 from megarl.recipe.derived.megatron_ddp import refusal_of_ddp
+from megarl.recipe.key import RecipeDumper, is_number_for_text
 from megarl.recipe.load import OPEN, settings_of
 from megarl.recipe.schema import Recipe
 from megarl.registry import did_you_mean
@@ -99,6 +100,9 @@ def convert(
     user_choices = frozenset({*overrides, *accepted})
     conversion = _translated(command, config.base, options, user_choices, chosen, rows=rows)
     conversion.check()
+    for name, value in conversion.settings.items():
+        if is_number_for_text(name, value, Recipe):
+            conversion.settings[name] = str(value)
     conversion.settings |= overrides
     _drop_unused(conversion, overrides.keys())
     _drop_rejected(conversion, overrides.keys())
@@ -210,6 +214,8 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _setting(name: str, text: str) -> Any:
     value = value_of(text, 0)
+    if is_number_for_text(name, value, Recipe):
+        return text
     return [value] if name.startswith("data.") and name.endswith("_files") and isinstance(value, str) else value
 
 
@@ -326,7 +332,7 @@ def _recipe(conversion: Conversion, source: str) -> str:
     head = [f"# Converted from {source} by megarl convert-config. Options that were changed or omitted:"]
     # A line break in a note would end its comment.
     head += [f"#   {' '.join(line.split())}" for line in _listed(conversion.notes, conversion.minor)] or ["#   nothing"]
-    body = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    body = yaml.dump(content, Dumper=RecipeDumper, sort_keys=False, allow_unicode=True)
     text = "\n".join(head) + "\n" + body
     assert yaml.safe_load(text) == yaml.safe_load(body), f"the notes are not comments:\n{text}"
     if names := absent_names(text):
@@ -343,7 +349,7 @@ def _listed(notes: Sequence[str], minor: Collection[str]) -> list[str]:
 def _load(content: Mapping[str, Any]) -> Recipe:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"
-        path.write_text(yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True))
+        path.write_text(yaml.dump(dict(content), Dumper=RecipeDumper, sort_keys=False, allow_unicode=True))
         return load_recipe(path)
 
 

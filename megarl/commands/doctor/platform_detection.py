@@ -53,7 +53,9 @@ def seen() -> dict[str, Any]:
         importlib.import_module(kind.package)
     api = getattr(torch, kind.torch_api) if kind.torch_api else None
     names = [api.get_device_name(number) for number in range(api.device_count())] if api else []
-    capability = torch.cuda.get_device_capability(0) if names and torch.version.cuda else None
+    capability = (
+        torch.cuda.get_device_capability(0) if names and kind.torch_api == "cuda" and torch.version.cuda else None
+    )
     return {
         "kind": kind.name,
         "names": names,

@@ -11,6 +11,7 @@ import yaml
 
 from megarl.commands.init.answers import ROWS, TASKS, Answers
 from megarl.errors import command_name
+from megarl.recipe.key import RecipeDumper
 
 _ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean", "kl_coef": 0.001},
@@ -37,7 +38,7 @@ def recipe_text(file: Path, answers: Answers, context: int | None, layout: Mappi
     for key, value in layout.items():
         section, _, field = key.partition(".")
         settings.setdefault(section, {})[field] = value
-    body = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=100)
+    body = yaml.dump(settings, Dumper=RecipeDumper, sort_keys=False, default_flow_style=None, width=100)
     return "\n".join([*_head(file, answers), body])
 
 

@@ -87,7 +87,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     if platform.uses_native_layers:
         _install_native_layers(recipe.model.dtype, platform, hf_config)
     else:
-        _check_engine_attention(recipe, hf_config.to_dict(), platform)
+        _check_engine_attention(recipe, hf_config.to_dict(), platform, computes=not weights_only)
     if value_head:
         hf_config.tie_word_embeddings = False  # a critic has no output layer to tie
     bridge = _bridge(recipe, hf_config, platform)
@@ -147,9 +147,11 @@ def _check_range(chunks: list[Any], path: str) -> None:
             )
 
 
-def _check_engine_attention(recipe: Recipe, hf_config: dict[str, Any], platform: Platform) -> None:
-    """Refuse attention that Transformer Engine, or what replaces it, does not have on this device."""
-    needs = attention_needs(recipe, hf_config)
+def _check_engine_attention(
+    recipe: Recipe, hf_config: dict[str, Any], platform: Platform, *, computes: bool = True
+) -> None:
+    """Refuse attention that Transformer Engine, or what replaces it, does not have on this device. computes: runs passes."""
+    needs = attention_needs(recipe, hf_config) if computes else None
     if needs is not None and (unfit := platform.attention_problem(needs)) is not None:
         raise RecipeError("model.path", *unfit, value=recipe.model.path)
     if has_sinks(hf_config):

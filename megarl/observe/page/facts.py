@@ -292,9 +292,13 @@ def timeline(spans: list[dict[str, Any]], sessions: list[dict[str, Any]]) -> dic
 
 
 def _without_repeats(spans: list[dict[str, Any]], sessions: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the spans of the last session since it last went back to an earlier step, so that repeated steps are drawn once."""
-    if sessions:
-        spans = [span for span in spans if span["ts"] >= sessions[-1]["began"] * 1e6]
+    """Return the spans of the last session since it last went back to an earlier step, so that repeated steps are drawn once.
+
+    Until the last session has spans of a step, also those of earlier sessions.
+    """
+    recent = [span for span in spans if sessions and span["ts"] >= sessions[-1]["began"] * 1e6]
+    if any("step" in span.get("args", {}) for span in recent):
+        spans = recent
     phases = [s for s in spans if s["process"] == "controller" and "step" in s.get("args", {})]
     phases.sort(key=lambda span: span["ts"])
     begins = [

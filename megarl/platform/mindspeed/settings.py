@@ -72,7 +72,7 @@ def problem(name: str, value: Any) -> tuple[str, str] | None:
     if name in _CORRECTIONS:
         return f"{label()} has no setting of that name", f"write {_CORRECTIONS[name]}"
     if name in _NO_EFFECT:
-        return _NO_EFFECT[name]
+        return None if value in (False, None) else _NO_EFFECT[name]
     kind = table().options.get(name)
     if isinstance(kind, list) and value not in kind:
         near = nearest(str(value), map(str, kind))

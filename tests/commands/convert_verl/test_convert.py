@@ -145,6 +145,15 @@ def test_all_refused_options_are_listed_with_one_line_to_accept_them() -> None:
         convert(f"{GRPO} {options[0]}", [], accepted=["data.sampler.clas_path"])
 
 
+@pytest.mark.parametrize("name", ["2024", "0.5"])
+def test_texts_that_look_like_numbers_stay_texts(name: str) -> None:
+    """Shells and hydra have no types. A recipe does, and refuses a number for a text."""
+    steps = f"{GRPO} trainer.total_training_steps=1 data.train_batch_size=1"
+    assert settings(f"{steps} trainer.project_name={name}")["observe.project"] == name
+    for text in ("007", "12e3"):
+        assert settings(steps, f"observe.project={text}")["observe.project"] == text
+
+
 def test_a_variable_that_the_script_lacks_is_refused() -> None:
     script = f"export MODEL_PATH=m\nexport HCCL_TIMEOUT=60\n{GRPO.replace('path=m', 'path=$MODEL_PATH')}\n"
     with pytest.raises(InputError, match=r"MODEL_PTH.*did you mean 'MODEL_PATH'"):

@@ -45,6 +45,18 @@ def test_fields_of_earlier_files_are_ignored(tmp_path: Path) -> None:
     assert read_calibration(tmp_path / "earlier.yaml") == read_calibration(tmp_path / "now.yaml")
 
 
+def test_the_link_of_two_devices_is_not_taken_for_all_links_of_a_mesh() -> None:
+    """Earlier versions measured one link of an Atlas A2, and saved it as the link."""
+    earlier = CalibrationEntry(2.5e10, "measured", "rank 0 to rank 1, median of 5")
+    for device in (replace(DEVICE, mesh=8), DEVICE):
+        calibration = Calibration("round", "a test", {"link": earlier})
+        if device.mesh:
+            with pytest.raises(InputError, match=r"between two devices.*has 7 links.*stage 7 again"):
+                calibration.apply(device)
+        else:
+            assert calibration.apply(device).link * device.link_share == 2.5e10
+
+
 def test_a_phase_under_its_former_name_is_read(tmp_path: Path) -> None:
     Calibration("910C", "a test", {}, {"weight_exchange": measured(2.5)}).write(tmp_path / "former.yaml")
     assert read_calibration(tmp_path / "former.yaml").factors == {"weight_sync": measured(2.5)}

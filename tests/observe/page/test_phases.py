@@ -82,6 +82,7 @@ def test_steps_repeated_after_a_resume_are_drawn_once(first: int) -> None:
     drawn = timeline([*killed, *resumed], sessions)
     assert drawn == timeline(resumed, []) and drawn["steps"] == [first, 4]
     assert timeline(killed, sessions[:1])["steps"] == [1, 3]
+    assert timeline(killed, sessions)["steps"] == [1, 3], "the last session has no spans yet"
 
 
 def test_steps_repeated_within_a_session_are_drawn_once() -> None:

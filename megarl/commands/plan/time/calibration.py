@@ -110,6 +110,12 @@ class Calibration:
                 f"the calibration is for {self.device}, the plan for {device.name}. Give --device {self.device}, or a "
                 "calibration for this device."
             )
+        if device.mesh and "link" in self.rates and self.rates["link"].how.startswith("rank 0 to rank 1"):
+            raise InputError(
+                f"rates.link is {self.rates['link'].value:g} bytes/s between two devices, as earlier versions of megarl measured it, "
+                f"but {device.name} has {device.mesh - 1} links to the others of its machine, and link is all of them: run "
+                "`megarl accept` stage 7 again, or leave the entry out."
+            )
         changed = device
         for bound, peak, shares in _BOUNDS:
             if bound in self.rates:
