@@ -54,7 +54,7 @@ def seen() -> dict[str, Any]:
     api = getattr(torch, kind.torch_api) if kind.torch_api else None
     names = [api.get_device_name(number) for number in range(api.device_count())] if api else []
     capability = (
-        torch.cuda.get_device_capability(0) if names and kind.torch_api == "cuda" and torch.version.cuda else None
+        torch.cuda.get_device_capability(0) if names and api is torch.cuda and torch.version.cuda else None
     )
     return {
         "kind": kind.name,
