@@ -51,11 +51,9 @@ def seen() -> dict[str, Any]:
     kind = kind_of(platform.kind())
     if kind.package:
         importlib.import_module(kind.package)
-    api = getattr(torch, kind.torch_api) if kind.torch_api else None
+    api: Any = getattr(torch, kind.torch_api) if kind.torch_api else None
     names = [api.get_device_name(number) for number in range(api.device_count())] if api else []
-    capability = (
-        torch.cuda.get_device_capability(0) if names and api is torch.cuda and torch.version.cuda else None
-    )
+    capability = torch.cuda.get_device_capability(0) if names and api is torch.cuda and torch.version.cuda else None
     return {
         "kind": kind.name,
         "names": names,
