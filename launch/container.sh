@@ -57,7 +57,7 @@ if docker container inspect "$name" > /dev/null 2>&1; then
 fi
 if [ -n "${CHECKOUT:-}" ]; then options+=(-v "$CHECKOUT:/opt/megarl"); fi
 if [ "${SANDBOX:-1}" != 0 ]; then
-  options+=(--cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined)
+  options+=(--cap-add SYS_ADMIN --cap-add NET_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined)
 fi
 for folder in data models runs; do
   if ! mkdir -p "$shared/$folder"; then

@@ -90,13 +90,16 @@ def trainer_settings(recipe: Recipe, platform: Platform) -> RoleSettings:
 
 
 def trainer_notices(recipe: Recipe, platform: Platform) -> list[str]:
-    """Notices about missing packages and about trainer variables that the recipe sets or that differ from this shell.
+    """Notices about missing packages, and about trainer variables that the recipe sets, differ from this shell or lose a setting.
 
     Raises RecipeError for a variable of `cluster.environment` that would break the trainers.
     """
     settings = trainer_settings(recipe, platform)
     computed = [f"trainers have {name}={value}: {why}" for name, value, why in settings.computed()]
-    return [*platform.kind.installation_notices(), *settings.notices(), *computed]
+    notices = [*platform.kind.installation_notices(), *settings.notices(), *computed]
+    if recipe.weight_sync.transport == "ipc" and (lost := platform.shared_bucket_notice(settings.environment())):
+        notices.append(lost)
+    return notices
 
 
 def connect(recipe: Recipe, platform: Platform, demand: Demand | None = None) -> Cluster:

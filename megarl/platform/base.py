@@ -154,6 +154,10 @@ class Platform(ABC):
     def shareable_memory(self, size: int) -> DeviceMemory | HostMemory:
         """Allocate `size` bytes on this process's device that other processes of the machine can map."""
 
+    def shared_bucket_notice(self, environment: Mapping[str, str]) -> str | None:
+        """Return a notice of a setting in `environment`, a trainer's variables, that `shareable_memory` resets; None without one."""
+        return None
+
     @abstractmethod
     def open_shared(self, handle: dict[str, Any]) -> torch.Tensor:
         """Map memory of another process on this machine: uint8 [size]. `handle`: from the memory's `handle`.

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 else:  # the platform of CPUs needs this module, and no torch in the controller
     torch = LateModule("torch")
 
+# In the variable of torch's allocator.
+EXPANDABLE_SEGMENTS = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
+
 
 class DeviceMemory:
     """Memory of a device that other processes of the machine can map, with handles from torch's storage."""
@@ -85,10 +88,10 @@ def without_expandable_segments(variable: str, change: Callable[[str], None], *,
 
     variable: the platform's variable, which its allocator prefers to PYTORCH_ALLOC_CONF. change: sets the allocator's
     settings. whole: `change` resets all settings that are absent from its argument (c10/core/AllocatorConfig.cpp:
-    parseArgs), so it receives all of them; otherwise only expandable_segments.
+    parseArgs), so it receives all of them; otherwise it accepts only expandable_segments.
     """
     settings = os.environ.get(variable, os.environ.get("PYTORCH_ALLOC_CONF", ""))
-    setting = re.search(r"expandable_segments\s*:\s*true", settings, re.IGNORECASE)
+    setting = EXPANDABLE_SEGMENTS.search(settings)
     if setting is None:
         yield
         return

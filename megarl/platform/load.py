@@ -1,7 +1,8 @@
-"""Load of this machine and of this process's device, as fractions and rates, for the metrics `host/...`."""
+"""Load of this machine and of this process's device, as fractions and rates, for the metrics `host/...`, and a container's memory."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +11,11 @@ from pathlib import Path
 
 PERIOD = 2.0  # seconds between two looks at a device
 _RDMA_WORD = 4  # bytes per unit of InfiniBand's counters of data
+# Files of a container's limit and use below /sys/fs/cgroup, and the page cache's field in memory.stat: version 2, then 1.
+_CGROUPS = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,35 @@ class HostLoad:
         totals = [sum(float(devices[name][column]) for name in physical or devices) for column in (0, 8)]
         for place, counter in enumerate(("port_rcv_data", "port_xmit_data")):
             files = (self._root / "sys/class/infiniband").glob(f"*/ports/*/counters/{counter}")
-            totals[place] += _RDMA_WORD * sum(float(file.read_text()) for file in files)
+            totals[place] += _RDMA_WORD * sum(map(_rdma_counter, files))
         return totals[0], totals[1]
 
     def _memory(self) -> float:
         lines = (self._root / "proc/meminfo").read_text().splitlines()
         sizes = {name: float(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest}
         return 1 - sizes["MemAvailable"] / sizes["MemTotal"]
+
+
+def _rdma_counter(file: Path) -> float:
+    """Return the counter's value, or 0 if the driver has none: reads fail with EINVAL, or give "N/A (no PMA)"."""
+    try:
+        return float(file.read_text())
+    except (OSError, ValueError):
+        return 0.0
+
+
+def container_memory(root: Path = Path("/")) -> tuple[int, int] | None:
+    """Return the limit of this container's memory and its use, in bytes; None without a limit.
+
+    The use is without the page cache that the kernel can drop.
+    """
+    for folder, limit, use, page_cache in _CGROUPS:
+        files = [root / "sys/fs/cgroup" / folder / name for name in (limit, use, "memory.stat")]
+        most, used, statistics = (file.read_text() if file.is_file() else "" for file in files)
+        if most.strip().isdigit() and used.strip().isdigit():
+            cached = re.search(rf"^{page_cache} (\d+)", statistics, re.M)
+            return int(most), int(used) - (int(cached[1]) if cached else 0)
+    return None
 
 
 @dataclass

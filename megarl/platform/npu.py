@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megarl.platform.base import Platform, Profiler
-from megarl.platform.ipc import DeviceMemory, open_device_memory, without_expandable_segments
+from megarl.platform.ipc import EXPANDABLE_SEGMENTS, DeviceMemory, open_device_memory, without_expandable_segments
 from megarl.platform.mindspeed import settings as mindspeed
 from megarl.platform.mindspeed.build_lock import build_in_turn, separate_build_folder
 from megarl.platform.npu_kind import NPU
@@ -126,9 +126,22 @@ class NPUPlatform(Platform):
         group.abort_hccl_comm("a peer of the weight sync has ended")
 
     def shareable_memory(self, size: int) -> DeviceMemory:
-        change = torch.npu.memory._set_allocator_settings  # changes only the given setting
+        # Up to torch_npu 2.10 it accepts no other setting, and resets three (csrc/core/npu/NPUAllocatorConfig.cpp: parseArgs).
+        change = torch.npu.memory._set_allocator_settings
         with without_expandable_segments("PYTORCH_NPU_ALLOC_CONF", change, whole=False):
             return DeviceMemory(torch.empty(size, dtype=torch.uint8, device=self.device()), "_share_npu_")
+
+    def shared_bucket_notice(self, environment: Mapping[str, str]) -> str | None:
+        # torch_npu rejects the other two settings that are reset, max_split_size_mb and garbage_collection_threshold,
+        # together with expandable segments.
+        for name in ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            value = environment.get(name, "")
+            if EXPANDABLE_SEGMENTS.search(value) and "roundup_power2_divisions" in value:
+                return (
+                    f"trainers have {name}={value}, and the first shared bucket of weight_sync.transport=ipc resets its "
+                    "roundup_power2_divisions: leave that setting out, or set weight_sync.transport=auto"
+                )
+        return None
 
     def open_shared(self, handle: dict[str, Any]) -> torch.Tensor:
         return open_device_memory(handle, self.device(), "_new_shared_npu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import re
@@ -22,11 +23,12 @@ INSTALL = {
     "choom": "apt-get install util-linux (2.33 or later)",
     "setpriv": "apt-get install util-linux",
 }
-CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_SETUID": 7, "CAP_SETGID": 6}  # linux/capability.h
+# linux/capability.h. Root's bubblewrap creates no user namespace, so mounts and loopback take the caller's capabilities.
+CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_NET_ADMIN": 12, "CAP_SETUID": 7, "CAP_SETGID": 6}
 COUNTS_BY_NAMESPACE = (5, 14)  # first Linux version that counts a user's processes per user namespace
 CONTAINER = (
-    "in a container: docker run --cap-add SYS_ADMIN --security-opt seccomp=unconfined "
-    "--security-opt apparmor=unconfined; in Kubernetes securityContext.capabilities.add [SYS_ADMIN] with "
+    "in a container: docker run --cap-add SYS_ADMIN --cap-add NET_ADMIN --security-opt seccomp=unconfined "
+    "--security-opt apparmor=unconfined; in Kubernetes securityContext.capabilities.add [SYS_ADMIN, NET_ADMIN] with "
     "seccompProfile and appArmorProfile Unconfined"
 )
 PROBE = """
@@ -50,7 +52,7 @@ def lacking_parts() -> list[str]:
     """Like `missing`, without the trial run: missing programs and libraries, and documented kernel settings."""
     if sys.platform != "linux":
         return [f"the sandbox needs Linux, and this is {sys.platform}: run on a Linux machine"]
-    return [*_tools(), *_filters(), *(_root() if os.geteuid() == 0 else _user())]
+    return [*_tools(), *_filters(), *_kernel(), *(_root() if os.geteuid() == 0 else _user())]
 
 
 @functools.cache
@@ -83,6 +85,20 @@ def _filters() -> list[str]:
         return ["the package pyseccomp is not installed: pip install pyseccomp"]
     except RuntimeError as error:
         return [f"pyseccomp does not find libseccomp ({error}): apt-get install libseccomp2, dnf install libseccomp"]
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return ["libseccomp is too old, it does not know all system calls of the sandbox's filter: 2.5.2 or later"]
+    return []
+
+
+def _kernel() -> list[str]:
+    """Check the call that `run` watches a sandbox's first process with."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        remedy = f"use Linux 5.3 or later, this is {os.uname().release}; on a later one, {CONTAINER}"
+        return [f"os.pidfd_open fails ({error}): {remedy}"]
     return []
 
 

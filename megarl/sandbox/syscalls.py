@@ -67,7 +67,8 @@ IOCTLS = {  # asm-generic/ioctls.h
 def filter_program() -> bytes:
     """Return the filter as classic BPF for this machine's architecture.
 
-    Raises ImportError or RuntimeError if pyseccomp or libseccomp is not installed.
+    Raises ImportError or RuntimeError if pyseccomp or libseccomp is not installed, and OSError (EINVAL) if libseccomp does
+    not know a system call.
     """
     import pyseccomp as seccomp
 

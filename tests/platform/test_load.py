@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.platform import select
-from megarl.platform.load import DeviceSampler, HostLoad
+from megarl.platform.load import DeviceSampler, HostLoad, container_memory
 
 NET = "Inter-| Receive\n face |bytes\n"
 
@@ -50,6 +50,38 @@ def test_a_container_counts_its_virtual_device(tmp_path: Path, monkeypatch: pyte
     load = HostLoad(tmp_path)
     (tmp_path / "proc/net/dev").write_text(f"{NET}lo: 99 {zeros}\neth0: 40 {zeros}\n")
     assert load.take()["received_per_second"] == 30.0
+
+
+def test_an_rdma_counter_that_cannot_be_read_counts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx4's virtual functions have a text in place of the number; reading Broadcom's counters fails."""
+    monkeypatch.setattr(time, "monotonic", iter((0.0, 1.0)).__next__)
+    write_counters(tmp_path, 1, 1, 0, 0)
+    ports = [tmp_path / f"sys/class/infiniband/{device}/ports/1/counters" for device in ("mlx4_0", "bnxt_re0")]
+    for port in ports:
+        port.mkdir(parents=True)
+    (ports[0] / "port_rcv_data").write_text("N/A (no PMA)\n")
+    (ports[1] / "port_rcv_data").mkdir()  # reading a folder raises OSError
+    load = HostLoad(tmp_path)
+    write_counters(tmp_path, 1, 1, 0, 0, rdma=10)
+    assert load.take()["received_per_second"] == 40.0
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({}, None),
+        ({"memory.max": "max", "memory.current": "7"}, None),
+        ({"memory.max": "100", "memory.current": "70", "memory.stat": "file 50\ninactive_file 30\n"}, (100, 40)),
+        ({"memory.max": "100", "memory.current": "70"}, (100, 70)),
+        ({"memory/memory.limit_in_bytes": "100", "memory/memory.usage_in_bytes": "70", "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 20\n"}, (100, 50)),
+    ],
+)  # fmt: skip
+def test_memory_of_a_container(files: dict[str, str], expected: tuple[int, int] | None, tmp_path: Path) -> None:
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert container_memory(tmp_path) == expected
 
 
 def test_other_systems_have_no_load(tmp_path: Path) -> None:

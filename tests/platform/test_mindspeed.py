@@ -96,6 +96,7 @@ CP2, TP2 = {"context_parallel": 2}, {"tensor_parallel": 2}
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None, bool]] = [
     ("swap_optimizer", {"swap_optimizer": True}, {"distributed_optimizer": False}, None, True),
     ("reuse_fp32_param", {"reuse_fp32_param": True}, {}, {"swap_optimizer": True}, False),
+    ("virtual_optimizer", {"virtual_optimizer": "all"}, {}, {"swap_optimizer": True}, False),
     ("quant_states", {"quant_states": "fp8"}, {}, {"swap_optimizer": True}, False),
     ("quant_grads", {"quant_grads": True}, {}, {"swap_optimizer": True}, False),
     ("gemm_gradient_accumulation_fusion", {"gemm_gradient_accumulation_fusion": True, "moe_grouped_gemm": False}, {}, {"gemm_gradient_accumulation_fusion": True}, True),
@@ -355,7 +356,7 @@ def test_mindspeed_refuses_the_same_contradictions(tmp_path: Path) -> None:
         elif bool(error) != (broken and refuses):
             wrong.append((name, extra, error))
     assert not wrong
-    whole = {"reuse_fp32_param", "swap_optimizer", "moe_fb_overlap", "moe_unperm2_mem_optim_swap"}
+    whole = {"reuse_fp32_param", "virtual_optimizer", "swap_optimizer", "moe_fb_overlap", "moe_unperm2_mem_optim_swap"}
     assert set(unknown) <= whole | {"use_ascend_mc2", "use_ascend_coc"}, (
         "these may need it, depending on other settings"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -14,10 +15,15 @@ from pathlib import Path
 import pytest
 
 from megarl import sandbox
-from megarl.sandbox import detect
+from megarl.sandbox import detect, syscalls
 from tests.support.sandbox_machine import LACKING, needs_sandbox
 
 ROOT = Path(__file__).parents[2]
+# Capabilities of root in a Docker container (moby's DefaultCapabilities).
+DOCKER = [
+    "chown", "dac_override", "fsetid", "fowner", "mknod", "net_raw", "setgid", "setuid",
+    "setfcap", "setpcap", "net_bind_service", "sys_chroot", "kill", "audit_write",
+]  # fmt: skip
 
 
 @needs_sandbox
@@ -187,13 +193,55 @@ def test_a_bubblewrap_that_cannot_limit_the_scratch_folder_is_too_old(
     assert any(re.search("bwrap is too old.*0.8 or later", line) for line in detect.missing())
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes a capability from root")
-def test_root_without_mount_capability_gets_the_remedy() -> None:
-    """Root in a Docker container may not mount by default."""
+@pytest.mark.skipif(sys.platform != "linux", reason="system calls of Linux")
+def test_an_old_kernel_or_libseccomp_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pidfd_open(number: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    before = detect.lacking_parts()
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    (kernel,) = set(detect.lacking_parts()) - set(before)
+    assert kernel.startswith("os.pidfd_open fails ([Errno 38]") and "Linux 5.3 or later" in kernel
+    monkeypatch.undo()
+
+    pytest.importorskip("pyseccomp")
+    monkeypatch.setattr(syscalls, "FILES", f"{syscalls.FILES} call_of_a_later_libseccomp")
+    syscalls.filter_program.cache_clear()
+    (library,) = set(detect.lacking_parts()) - set(before)
+    assert library.startswith("libseccomp is too old") and "2.5.2 or later" in library
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes capabilities from root")
+
+
+def missing_with(capabilities: list[str]) -> str:
+    """Return what `missing` prints in a process of root that has only `capabilities`."""
     look = "from megarl.sandbox import missing; print(missing())"
-    prefix = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-all", "--"]
+    bounding_set = ",".join(["-all", *(f"+{name}" for name in capabilities)])
+    prefix = ["setpriv", f"--bounding-set={bounding_set}", "--inh-caps=-all", "--"]
     done = subprocess.run([*prefix, sys.executable, "-c", look], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert "root has no CAP_SYS_ADMIN here" in done.stdout and "--cap-add SYS_ADMIN" in done.stdout, done
+    assert done.returncode == 0, done
+    return done.stdout.strip()
+
+
+@needs_sandbox
+@needs_root
+@pytest.mark.parametrize(
+    "lacking, names", [("sys_admin", "CAP_SYS_ADMIN"), ("net_admin", "CAP_NET_ADMIN"), ("setuid", "CAP_SETUID")]
+)
+def test_root_without_a_capability_gets_the_remedy(lacking: str, names: str) -> None:
+    """Root in a Docker container may neither mount nor configure a network by default."""
+    answer = missing_with([name for name in [*DOCKER, "sys_admin", "net_admin"] if name != lacking])
+    assert f"root has no {names} here" in answer and "--cap-add SYS_ADMIN --cap-add NET_ADMIN" in answer
+
+
+@needs_sandbox
+@needs_root
+def test_the_capabilities_of_the_container_suffice() -> None:
+    added = re.findall(r"--cap-add (\w+)", (ROOT / "launch" / "container.sh").read_text())
+    assert missing_with([*DOCKER, *map(str.lower, added)]) == "[]"
+    assert re.findall(r"--cap-add (\w+)", detect.CONTAINER) == added
+    assert re.findall(r"--cap-add (\w+)", (ROOT / "docs" / "sandbox.md").read_text()) == added
 
 
 def test_the_worked_example_of_the_docs() -> None:

@@ -21,9 +21,12 @@ from megarl.cluster.failures import CallFailed
 from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.settings import Settings
 from megarl.commands.accept.stages import weight_sync as weight_sync_stage
-from megarl.platform import select
+from megarl.platform import environment, select
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.ipc import DeviceMemory, HostMemory, open_device_memory, without_expandable_segments
+from megarl.platform.npu import NPUPlatform
+from megarl.preflight.environment import environment_notices
+from megarl.recipe.schema import Recipe
 from megarl.weight_sync import fingerprint, incoming
 from megarl.weight_sync.fingerprint import word_sums
 from megarl.weight_sync.mailbox import AckWriter
@@ -366,3 +369,22 @@ print(torch._C._accelerator_getAllocatorSettings())
         [sys.executable, "-c", code], env={**os.environ, **names}, capture_output=True, text=True, check=True
     )
     assert shown.stdout.strip() == "max_split_size_mb:222"
+
+
+@pytest.mark.parametrize(
+    ("transport", "name", "value", "expected"),
+    [
+        ("ipc", "PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True,roundup_power2_divisions:4", True),
+        ("ipc", "PYTORCH_ALLOC_CONF", "roundup_power2_divisions:[256:1,512:2],expandable_segments:True", True),
+        ("auto", "PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True,roundup_power2_divisions:4", False),
+        ("ipc", "PYTORCH_NPU_ALLOC_CONF", "roundup_power2_divisions:4", False),  # the bucket changes no setting
+        ("ipc", "PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True", False),
+    ],
+)
+def test_a_setting_that_shared_buckets_reset_is_noticed(transport, name, value, expected, monkeypatch) -> None:
+    monkeypatch.setitem(environment._SHELL, name, value)
+    recipe = Recipe()
+    recipe.weight_sync.transport = transport
+    notices = [notice for notice in environment_notices(recipe, NPUPlatform()) if "transport=ipc" in notice]
+    assert len(notices) == expected
+    assert all(f"{name}={value}" in notice and "roundup_power2_divisions" in notice for notice in notices)

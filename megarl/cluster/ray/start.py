@@ -14,6 +14,7 @@ from megarl.cluster.orphan_reaper import OrphanReaper
 from megarl.cluster.ray.processes import without_unused_processes
 from megarl.cluster.ray.signals import keep_sigterm_handler, separate_process_groups
 from megarl.errors import ProcessFailure
+from megarl.platform.load import container_memory
 
 MIB = 1 << 20
 STORE_SHARE = 0.3  # of the free /dev/shm and of the memory, whichever is less
@@ -24,8 +25,6 @@ CONNECT_SECONDS = 10.0  # timeout of a connection to a cluster's address
 PRIVATE_CPUS = 1
 
 _SHARED_MEMORY = Path("/dev/shm")
-# Limits that containers set: cgroup v2, then v1.
-_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def start(address: str | None, reaper: OrphanReaper | None) -> None:
@@ -116,8 +115,6 @@ def _available() -> int:
 
 def _memory() -> int:
     """Bytes of memory of this machine, or of the container's limit if lower."""
-    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for limit in _LIMITS:
-        if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-            sizes.append(int(text))
-    return min(sizes)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    container = container_memory()
+    return min(total, container[0]) if container else total

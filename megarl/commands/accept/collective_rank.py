@@ -170,7 +170,9 @@ class CollectiveRank(Rank):
 
     def pair(self, first: int, second: int, elements: int) -> float | None:
         """Return the seconds to send `elements` from rank `first` to `second`, measured by `second`, else None."""
-        dist.barrier()
+        # A message of the device on all ranks: the first one creates their communicator, which a batch of two cannot do.
+        dist.all_reduce(torch.zeros(1, device=self.platform.device()))
+        self.platform.synchronize()
         if self.rank not in (first, second):
             return None
         tensor = torch.zeros(elements, device=self.platform.device())

@@ -16,6 +16,7 @@ from megarl.commands.doctor.platform_detection import platform_of
 from megarl.errors import pluralize
 from megarl.hf.hub.errors import without_secrets
 from megarl.platform.kinds import KINDS
+from megarl.platform.load import container_memory
 from megarl.preflight.run_directory import LEAST_FREE_BYTES
 
 GIB = 1 << 30
@@ -109,11 +110,9 @@ def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield ok("unknown on this system (no /proc/meminfo)")
         return
     total, free = int(lines["MemTotal"]) << 10, int(lines["MemAvailable"]) << 10
-    limit, used = (machine.read(f"/sys/fs/cgroup/memory.{name}") or "" for name in ("max", "current"))
-    if limit.strip().isdigit() and used.strip().isdigit():
-        page_cache = re.search(r"^inactive_file (\d+)", machine.read("/sys/fs/cgroup/memory.stat") or "", re.M)
-        in_use = int(used) - (int(page_cache[1]) if page_cache else 0)  # the kernel can drop the page cache
-        total, free = min(total, int(limit)), min(free, int(limit) - in_use)
+    if container := container_memory(machine.root):
+        limit, used = container
+        total, free = min(total, limit), min(free, limit - used)
     on_cpus = not platform_of(machine, needs).kind.ray_resource
     required = _PROCESS_MEMORY * (max(1, needs.processes // needs.nodes) if on_cpus else 1)
     if free < required:

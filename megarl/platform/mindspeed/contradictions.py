@@ -3,7 +3,7 @@
 MindSpeed asserts or warns when the model is built, in a trainer process. Each rule mirrors one of its checks, with the file of
 core_r0.16.0 under `mindspeed/features_manager/`. The rules for `moe_shared_expert_overlap` and `context_parallel_size` concern
 defects without a check, reproduced by `tests/support/mindspeed_ranks.py`; `reuse_fp32_param`, `quant_states` and `quant_grads`
-do not fit megarl's updates and checkpoints.
+do not fit megarl's updates and checkpoints; `virtual_optimizer` needs a process of Megatron's training script.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ _PERMUTES = ("moe_permute_fusion", "use_fused_moe_token_permute_and_unpermute")
 RULES = (
     MindSpeedRule("swap_optimizer", _off("use_distributed_optimizer"), "it moves the states of the distributed optimizer, which is off", "set megatron.distributed_optimizer=true", _SWAP),
     MindSpeedRule("reuse_fp32_param", _always, "weights and master weights share memory, which skipped updates, megatron.offload and checkpoints corrupt", "use swap_optimizer instead", "memory/reuse_fp32_param.py"),
+    MindSpeedRule("virtual_optimizer", _always, "it reads the arguments of Megatron's training script, which megarl does not set", "use swap_optimizer instead", "optimizer/virtual_optimizer.py"),
     *(MindSpeedRule(name, _always, "MindSpeed's AdamW of lower precision keeps its states in formats that megarl's checkpoints do not read or write", "leave it out; swap_optimizer saves device memory", "optimizer/low_precision_optimizer_feature.py") for name in ("quant_states", "quant_grads")),
     MindSpeedRule("gemm_gradient_accumulation_fusion", _off("moe_grouped_gemm"), "it is part of moe_grouped_gemm, which is off", "set moe_grouped_gemm: true", "moe/gmm.py"),
     *(MindSpeedRule(name, _dispatcher_is("allgather"), "it is incompatible with moe_token_dispatcher_type allgather", "use alltoall", _PERMUTE) for name in _PERMUTES),

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from megarl.commands.accept.collective_rank import Timing
+from megarl.commands.accept.collective_rank import CollectiveRank, Timing
 from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.kernel_rank import Condition
 from megarl.commands.accept.settings import Settings
@@ -296,6 +298,29 @@ class TestCollectives:
         (line,) = failed(context)
         assert "slowest pair of ranks within a mesh, 2-3" in line
         assert any("between meshes of a host, median" in check.name for check in context.checks)
+
+    @pytest.mark.parametrize("rank", [0, 1, 2])
+    def test_all_ranks_create_the_communicator_in_which_a_pair_sends(self, monkeypatch, rank):
+        """The communicator of all ranks is created by its first message, and every rank takes part."""
+        messages = []
+        member = object.__new__(CollectiveRank)
+        member.rank = rank
+        # Tensors of the device are on "meta", so that messages of the host, such as a barrier's, do not count.
+        member.platform = SimpleNamespace(device=lambda: torch.device("meta"), synchronize=lambda: None)
+
+        def batch(operations: list[Any]) -> list[Any]:
+            assert messages[:1] == [("all_reduce", "meta")], "a batch of two ranks waits for the others"
+            messages.extend((operation[0], operation[1].device.type) for operation in operations)
+            return []
+
+        replaced = {
+            "barrier": lambda: None, "P2POp": lambda kind, tensor, peer: (kind, tensor), "isend": "send", "irecv": "receive",
+            "all_reduce": lambda tensor: messages.append(("all_reduce", tensor.device.type)), "batch_isend_irecv": batch,
+        }  # fmt: skip
+        for name, value in replaced.items():
+            monkeypatch.setattr(dist, name, value)
+        assert (member.pair(0, 1, 8) is None) == (rank != 1)
+        assert messages == [("all_reduce", "meta")] + [({0: "send", 1: "receive"}.get(rank), "meta")] * (5 if rank < 2 else 0)  # fmt: skip
 
     def test_one_pair_gives_no_pass(self, context):
         context.settings = replace(context.settings, device="cuda")

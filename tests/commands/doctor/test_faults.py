@@ -123,6 +123,7 @@ FAULTS: dict[str, Fault] = {
     "/dev/shm too small for the largest tensor": ("cpu", lambda m: m.disks.update({"/dev/shm": (8 * GIB, 8 * GIB)}), "shared memory", "FAIL", ["6.0 GiB for 2 buckets", "2.4 GiB for Ray", "--shm-size=9g"], Needs(bucket_bytes=3 * GIB)),
     "no memory left": ("cpu", lambda m: m.write("/proc/meminfo", MEMINFO.format(8 << 20, 4 << 20)), "memory", "warning", ["4.0 GiB of 8.0 GiB", "6.0 GiB for 3 processes"], RECIPE),
     "a container's limit": ("cpu", lambda m: (m.write("/sys/fs/cgroup/memory.max", f"{4 * GIB}"), m.write("/sys/fs/cgroup/memory.current", f"{3 * GIB}")), "memory", "warning", ["1.0 GiB of 4.0 GiB"], RECIPE),
+    "a container's limit, cgroup v1": ("cpu", lambda m: [m.write(f"/sys/fs/cgroup/memory/memory.{name}", text) for name, text in {"limit_in_bytes": f"{4 * GIB}\n", "usage_in_bytes": f"{4 * GIB}\n", "stat": f"inactive_file 5\ntotal_inactive_file {GIB}\n"}.items()], "memory", "warning", ["1.0 GiB of 4.0 GiB"], RECIPE),
     "runs_dir on a file": ("cpu", lambda m: m.write("/runs"), "run directory", "FAIL", ["is a file", "runs_dir"], Needs(runs_dir="/runs/here")),
     "no room for checkpoints": ("cpu", lambda m: m.disks.update({"/runs": (100 * GIB, 50 * GIB)}), "run directory", "warning", ["90.0 GiB", "keep_checkpoints"], Needs(runs_dir="/runs", checkpoint_bytes=30 * GIB, checkpoints=3)),
     "a full disk": ("cpu", lambda m: m.disks.update({"/runs": (100 * GIB, 1 << 20)}), "run directory", "FAIL", ["1 MiB free"], Needs(runs_dir="/runs")),

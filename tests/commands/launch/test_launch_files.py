@@ -221,6 +221,9 @@ def check_pod(pod, devices, device):
     for amounts in (container["resources"]["limits"], container["resources"]["requests"]):
         others = [amount for resource, amount in amounts.items() if resource not in ("cpu", "memory")]
         assert amounts[PLUGIN[device]] == devices and others == [devices]
+    security = container["securityContext"]  # docs/sandbox.md
+    assert {"SYS_ADMIN", "NET_ADMIN"} <= set(security["capabilities"]["add"])
+    assert security["seccompProfile"] == security["appArmorProfile"] == {"type": "Unconfined"}
     network = {entry["name"] for entry in container["env"] if entry["name"].endswith("_SOCKET_IFNAME")}
     assert network == {"npu": {"HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"}, "cuda": {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}}[device]  # fmt: skip
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
