@@ -40,8 +40,9 @@ Differences from the scripts:
 |---|---|---|---|---|---|
 """
 TAIL = """
-Rows with sglang use megarl's SGLang engine, which follows SGLang's sources and has not run on a device yet. It seeds each
-sample separately, so SGLang runs in its deterministic mode.
+Rows with sglang use megarl's SGLang engine, which follows SGLang's sources and has not run on a device yet
+([ascend.md](ascend.md#sglang) lists its packages). Samples have no seeds (`rollout.seeded: auto`): SGLang reads seeds only in its
+deterministic mode.
 
 ## Rows of verl's table
 

@@ -56,6 +56,17 @@ def ignore_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+def die_on_quit() -> None:
+    """Let SIGQUIT end this process. SGLang's processes report their failures to an engine only in this way.
+
+    Shells ignore SIGQUIT in background jobs of scripts, and child processes inherit it. Python sets a signal's action only in
+    the main thread, and Ray runs asynchronous actors in another one, so that this calls the C library.
+    """
+    set_action = ctypes.CDLL(None).signal
+    set_action.argtypes, set_action.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    set_action(signal.SIGQUIT, signal.SIG_DFL)
+
+
 def private_directory(path: Path) -> None:
     """Create a directory that only this user can open. Raises ValueError if it exists and is open to other users."""
     path.mkdir(mode=0o700, exist_ok=True)

@@ -60,7 +60,7 @@ class EngineSpec:
     data_parallel: int = 1  # engines in its group; a group spreads the experts over all its engines
     expert_parallel: bool = False  # each rank has different whole experts; always so in a group
     seed: int = 0
-    seeded: bool = True  # requests have seeds; else the engine's generator, reseeded with each version, draws for all
+    seeded: bool = True  # requests have seeds; else the engine's generator draws for all (vLLM reseeds it at updates)
     engine_args: dict[str, Any] = field(default_factory=dict)
     load_weights: bool = True  # False: dummy weights until the first weight update
     at_update: UpdateRule = "drain"  # whether requests run during updates, and their KV caches are recomputed or kept

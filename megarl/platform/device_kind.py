@@ -55,6 +55,8 @@ class DeviceKind:
     present: str = ""  # text if it is available
     absent: str = ""  # text if it is not available
     install: str = ""  # remedy if it is not available
+    install_sglang: str = "install SGLang 0.5.23 or later"
+    install_memory_saver: str = "pip install torch-memory-saver"  # with which SGLang's engines sleep
     installation_notices: Callable[[], list[str]] = list  # missing packages and untested versions, with their cost
 
     # Fields for `megarl doctor` and `megarl accept`.

@@ -136,6 +136,9 @@ NPU = DeviceKind(
     present="torch_npu is installed",
     absent="torch_npu is not installed",
     install="install torch_npu (Dockerfile.npu)",
+    # The wheels of PyPI are for GPUs: sglang 0.5.23 would replace torch by 2.14.1.
+    install_sglang="build SGLang 0.5.23 or later from source for NPUs, not from PyPI, with sgl-kernel-npu (docs/ascend.md)",
+    install_memory_saver="build the torch_memory_saver of github.com/sgl-project/sgl-kernel-npu (build.sh -a memory-saver)",
     checks="megarl.commands.doctor.npu_checks",
     built_against=(
         BuiltAgainst(

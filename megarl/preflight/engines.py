@@ -24,6 +24,11 @@ def check_engine(section: str, settings: RolloutConfig | TeacherConfig | JudgeCo
     engines.arguments_of(settings.engine).check_engine_args(settings.engine_args, section)
 
 
+def overrides_config(settings: RolloutConfig | TeacherConfig | JudgeConfig) -> bool:
+    """Return whether the recipe overrides fields of config.json in this engine: its context may then be longer."""
+    return engines.arguments_of(settings.engine).OVERRIDES in settings.engine_args
+
+
 def check_experts(rollout: RolloutConfig, config: dict[str, Any]) -> None:
     """Raise RecipeError if experts do not divide over the devices of an engine or an engine group. `config`: config.json."""
     if not rollout.spreads_experts:
@@ -56,8 +61,7 @@ def check_heads(
 
     `settings`: the section `section` of the recipe. `config`: config.json. `spread`: each device has whole experts.
     """
-    tensor_parallel, engine_args = settings.tensor_parallel, settings.engine_args
-    text, spread = text_fields(config), spread or bool(engine_args.get("enable_expert_parallel"))
+    tensor_parallel, text = settings.tensor_parallel, text_fields(config)
     heads, groups = text["num_attention_heads"], text.get("num_key_value_heads") or 0
     key = f"{section}.tensor_parallel"
     if heads % tensor_parallel:
@@ -69,8 +73,11 @@ def check_heads(
     experts = number_of_experts(text)
     name = "moe_intermediate_size" if experts else "intermediate_size"
     width = text.get(name) or 0
-    if width % tensor_parallel and not (experts and spread):
-        problem = f"the model's {name} of {width} does not divide over an engine's {tensor_parallel} devices"
-        whole = "rollout.expert_parallel" if section == "rollout" else f"{section}.engine_args.enable_expert_parallel"
-        remedy = f"choose a divisor of {width}" + (f", or set {whole}=true" if experts else "")
+    arguments = engines.arguments_of(settings.engine)
+    split, argument = arguments.expert_split(settings.engine_args, tensor_parallel)
+    parts = split if experts else tensor_parallel
+    if width % parts and not (experts and spread):
+        problem = f"the model's {name} of {width} does not divide over {parts} devices of an engine"
+        whole = "rollout.expert_parallel=true" if section == "rollout" else f"{section}.engine_args.{argument}"
+        remedy = f"choose a divisor of {width}" + (f", or set {whole}" if experts else "")
         raise RecipeError(key, problem, remedy, value=tensor_parallel)

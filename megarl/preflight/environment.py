@@ -11,6 +11,7 @@ from megarl.cluster import trainer_notices
 from megarl.engines.specs import first_specs
 from megarl.observe.webhook import unencrypted_notice
 from megarl.platform.version_sets import refuse_cuda_builds
+from megarl.preflight.recipe.fleet import step_timeout_notice
 from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.derived.at_update import update_notice
 from megarl.recipe.derived.seeded import seeds_notice
@@ -41,6 +42,7 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
                 warmup_notice(recipe),
                 checkpoints_notice(recipe.train),
                 seeds_notice(recipe),
+                step_timeout_notice(recipe.rollout),
                 update_notice(recipe),
                 traces_notice(recipe),
                 unencrypted_notice(recipe.observe.alerts),

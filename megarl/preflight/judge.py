@@ -11,7 +11,7 @@ from megarl.data.tokenizer import check_vocabulary, load_tokenizer, unread_argum
 from megarl.errors import RecipeError, as_recipe_error
 from megarl.hf.config import context_length
 from megarl.hf.families.check import check_sizes
-from megarl.preflight.engines import check_heads
+from megarl.preflight.engines import check_heads, overrides_config
 from megarl.recipe.judge import JudgeConfig
 from megarl.recipe.schema import Recipe
 from megarl.rollout.judge.server import JudgeCodec
@@ -68,7 +68,7 @@ def check_judge_model(judge: JudgeConfig, config: dict[str, Any]) -> None:
     check_heads("judge", judge, config)
     context = context_length(config)
     longest = judge.max_prompt_length + judge.max_tokens
-    if context is not None and longest > context and "hf_overrides" not in judge.engine_args:
+    if context is not None and longest > context and not overrides_config(judge):
         raise RecipeError(
             "judge.max_prompt_length",
             f"with judge.max_tokens = {judge.max_tokens} the judge needs {longest} tokens, and its context is {context} "

@@ -22,7 +22,7 @@ from megarl.megatron.extra_settings import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
 from megarl.platform.kinds import kind_of
-from megarl.preflight.engines import check_experts, check_heads, check_quantization
+from megarl.preflight.engines import check_experts, check_heads, check_quantization, overrides_config
 from megarl.recipe.data import DataConfig
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.critic_view import critic_view
@@ -295,7 +295,7 @@ def check_teacher(recipe: Recipe, key: str, config: Config) -> None:
         check_sizes(config)
     check_heads("teacher", teacher, config)
     longest = longest_scored_sample(recipe)
-    if context is not None and longest > context and "hf_overrides" not in teacher.engine_args:
+    if context is not None and longest > context and not overrides_config(teacher):
         raise RecipeError(
             key,
             f"it reads samples of data.max_prompt_length + rollout.max_response_length + 1 = {longest} tokens, and its context "
@@ -328,7 +328,7 @@ def _check_context(recipe: Recipe, config: Config) -> None:
     """Raise RecipeError for samples longer than the policy's context. Engines would refuse them when they load."""
     context, data, rollout = context_length(config), recipe.data, recipe.rollout
     longest = longest_sample(recipe)
-    if context is None or "hf_overrides" in rollout.engine_args or longest <= context:
+    if context is None or overrides_config(rollout) or longest <= context:
         return
     raise RecipeError(
         "rollout.max_response_length",

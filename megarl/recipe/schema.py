@@ -137,7 +137,7 @@ class RolloutConfig:
     )
     seeded: Literal["auto", True, False] = key(
         "auto",
-        "Draw each sample with a separate random generator and seed. A sample then does not depend on its batch, and a repeated or resumed run draws the same samples. Costs a Python loop over requests in every decode step, except in vLLM's Model Runner V2 (its default with CUDA). false: an engine draws all samples of a weight version from one generator. auto: true on CPUs and with `train.deterministic`, else false. Evaluation samples are always seeded in vLLM.",
+        "Draw each sample with a separate random generator and seed. A sample then does not depend on its batch, and a repeated or resumed run draws the same samples. Costs a Python loop over requests in every decode step, except in vLLM's Model Runner V2 (its default with CUDA); in SGLang, the deterministic mode of the whole engine. false: an engine draws all samples (vLLM: of a weight version) from one generator. auto: true on CPUs and with `train.deterministic`, else false. Evaluation samples are always seeded in vLLM.",
     )
     max_staleness: float = key(
         0.0,
@@ -178,7 +178,7 @@ class RolloutConfig:
     )
     step_timeout: float = key(
         300.0,
-        "With `min_engines`: seconds after which an engine counts as hung if one step (the tokens of one decode, or a part of a prefill) has not ended, or its process does not answer. It is killed and replaced like one that has died. The first step of a process has `start_timeout`, since it may compile; time asleep or in an update of the weights does not count. Set it above the longest step, and below `weight_sync.timeout`. 0: never; `timeout` then ends the run.",
+        "With `min_engines`: seconds after which an engine counts as hung if one step (the tokens of one decode, or a part of a prefill) has not ended, or its process does not answer. It is killed and replaced like one that has died. The first step of a process has `start_timeout`, since it may compile; time asleep or in an update of the weights does not count. Set it above the longest step, and below `weight_sync.timeout`. 0: never; `timeout` then ends the run. Steps of SGLang are not seen: its `engine_args.watchdog_timeout` (300) limits them.",
         at_least=0,
     )
     start_timeout: float = key(1800.0, "Time limit for an engine to load, sleep or wake, in seconds.", above=0)

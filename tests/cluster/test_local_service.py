@@ -176,3 +176,17 @@ def test_the_cause_of_a_killed_service_is_the_one_given(start):
     with pytest.raises(ServiceDied, match="has been stopped"):
         engine.call("scaled", 1).result(timeout=10)
     assert engine.failure() == because and not engine.alive()
+
+
+def test_sigquit_ends_a_service_of_a_background_job(start):
+    """Shells ignore SIGQUIT in background jobs of scripts. SGLang's processes report a failure with it, which was lost."""
+    action = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    try:
+        engine = start()
+    finally:
+        signal.signal(signal.SIGQUIT, action)
+    pid, _ = engine.call("child_pid").result(timeout=30)
+    waiting = engine.call("slow", 1)
+    os.kill(pid, signal.SIGQUIT)
+    with pytest.raises(ServiceDied, match="SIGQUIT"):
+        waiting.result(timeout=10)

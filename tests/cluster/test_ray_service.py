@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -88,3 +90,21 @@ def test_a_process_that_runs_and_does_not_reply_is_not_called_unstarted() -> Non
     failure = not_started(ProcessInfo("service engine0", "host", 7, "/tmp/worker-7.err"), 300.0)
     assert "has not reported its start within 300 s" in failure.cause and "/tmp/worker-7.err" in failure.cause
     assert "Ray has not started its process" in not_started(ProcessInfo("service engine0", "10.0.0.1"), 300.0).cause
+
+
+QUIT = """
+import os, signal, sys, threading
+from megarl.cluster.ray.actors import ServiceActor
+signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+arguments = ("collections:Counter", (), "engine0", sys.argv[1])
+thread = threading.Thread(target=ServiceActor()._construct, args=arguments)  # Ray's, not the main one
+thread.start()
+thread.join()
+os.kill(os.getpid(), signal.SIGQUIT)
+"""
+
+
+def test_sigquit_ends_an_actor_of_a_background_job(tmp_path: Path) -> None:
+    """SGLang's processes report a failure with SIGQUIT, which shells ignore in background jobs of scripts."""
+    process = subprocess.run([sys.executable, "-c", QUIT, str(tmp_path / "engine0.log")], check=False)
+    assert process.returncode == -signal.SIGQUIT

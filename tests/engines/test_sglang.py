@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -280,6 +281,28 @@ def test_arguments(spec, monkeypatch) -> None:
     assert "attention_backend" not in build_engine_args(spec, "cuda")
 
 
+@pytest.mark.parametrize(
+    ("argument", "value", "cause"),
+    [
+        ("speculative_algorithm", "EAGLE3", "once for the policy and once for the draft"),
+        ("speculative_algorithm", "standalone", "weights that trainers send only once"),
+        ("hicache_storage_backend", "file", "survive updates of the weights"),
+        ("enable_lmcache", True, "survive updates of the weights"),
+        ("enable_flexkv", True, "survive updates of the weights"),
+        ("enable_unified_cache_external_linker", True, "survive updates of the weights"),
+    ],
+)
+def test_arguments_that_break_updates_are_refused(argument: str, value: object, cause: str, monkeypatch) -> None:
+    """An update waited for weights that were sent once, and samples used KV caches of earlier weights."""
+    monkeypatch.setattr(args, "fields", lambda: [argument])
+    check = arguments_of("sglang").check_engine_args
+    with pytest.raises(RecipeError, match=cause) as error:
+        check({argument: value}, "rollout")
+    assert error.value.key == f"rollout.engine_args.{argument}"
+    check({argument: value}, "judge")
+    check({argument: "ngram" if argument == "speculative_algorithm" else None}, "rollout")
+
+
 def test_a_truncated_response_names_its_engines_recipe_section() -> None:
     from megarl.engines.sglang.engine import _completion
 
@@ -314,6 +337,15 @@ def test_seeds_on_an_npu_need_a_package(spec, fake) -> None:
     with pytest.raises(RecipeError, match="batch_invariant_ops"):
         arguments_of("sglang").check_plan(spec, "npu")
     arguments_of("sglang").check_plan(spec, "cuda")
+
+
+def test_sleep_needs_a_package(spec, fake, monkeypatch) -> None:
+    """SGLang imports it when the engine starts, and the wheel of PyPI is of no use on an NPU."""
+    monkeypatch.delitem(sys.modules, "torch_memory_saver")
+    with pytest.raises(RecipeError, match="pip install torch-memory-saver"):
+        arguments_of("sglang").check_plan(spec, "cuda")
+    with pytest.raises(RecipeError, match="sgl-project/sgl-kernel-npu"):
+        arguments_of("sglang").check_plan(replace(spec, seeded=False), "npu")
 
 
 def test_images_are_refused(spec) -> None:

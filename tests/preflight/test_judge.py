@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from megarl.data import PromptDataset, load_tokenizer
-from megarl.preflight.judge import check_judge
+from megarl.preflight.judge import check_judge, check_judge_model
 from megarl.preflight.load import load_recipe
 from megarl.preflight.survey import prepare_evaluation, prepare_training
 from megarl.recipe import RecipeError
+from megarl.recipe.judge import JudgeConfig
 from tests.support.stack import ROOT
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -47,7 +48,6 @@ def test_a_judge_is_refused_with_demonstrations() -> None:
 
 
 def test_the_base_recipe_lacks_only_a_model() -> None:
-    from megarl.recipe.judge import JudgeConfig
     from megarl.rollout.judge.verdicts import JudgeTemplate
 
     recipe = load_recipe(ROOT / "recipes" / "base" / "judge.yaml", check=False)
@@ -141,3 +141,26 @@ class TestItsModelAndQuestion:
         assert not len(empty)
         config = json.loads((quickstart_data / "model" / "config.json").read_text())
         check_judge(recipe, config, [empty])
+
+
+CONFIG = {
+    "model_type": "qwen3_moe", "num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 64, "vocab_size": 128,
+    "num_hidden_layers": 2, "num_experts": 8, "moe_intermediate_size": 36, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def test_a_judge_on_sglang_has_sglangs_arguments() -> None:
+    """Only vLLM's names were known: the longer context was refused, and an argument recommended that SGLang lacks."""
+    judge = JudgeConfig(path="m", engine="sglang", max_prompt_length=1000, max_tokens=24)
+    with pytest.raises(RecipeError, match="its context is 512"):
+        check_judge_model(judge, CONFIG)
+    judge.engine_args = {"json_model_override_args": '{"max_position_embeddings": 1024}'}
+    check_judge_model(judge, CONFIG)
+    judge.tensor_parallel = 8
+    with pytest.raises(RecipeError, match=r"over 8 devices of an engine(.|\n)*set judge\.engine_args\.ep_size=8"):
+        check_judge_model(judge, CONFIG)
+    judge.engine_args["ep_size"] = 2  # each expert on 4 devices
+    check_judge_model(judge, CONFIG)
+    judge.engine, judge.engine_args = "vllm", {"hf_overrides": {"max_position_embeddings": 1024}}
+    with pytest.raises(RecipeError, match=r"set judge\.engine_args\.enable_expert_parallel=true"):
+        check_judge_model(judge, CONFIG)

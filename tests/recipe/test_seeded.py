@@ -65,6 +65,16 @@ def test_the_notice_names_the_cost_of_seeds_on_the_device(device: str, seeded: b
     assert notice is not None and cost in notice and ("at the cost" in notice) == (device != "cpu")
 
 
+@pytest.mark.parametrize("seeded", [True, False])
+def test_the_notice_names_the_cost_of_seeds_in_sglang(seeded: bool) -> None:
+    """It named vLLM's model runner, and a generator for each weight version, which SGLang does not have."""
+    recipe = recipe_of("cuda", seeded)
+    recipe.rollout.engine = "sglang"
+    notice = seeds_notice(recipe)
+    assert notice is not None and "at the cost of SGLang's deterministic mode for the whole engine" in notice
+    assert "vLLM" not in notice and "weight version" not in notice
+
+
 def test_a_run_has_one_notice() -> None:
     notices = environment_notices(recipe_of("cpu", False), CPUPlatform())
     assert len([notice for notice in notices if "rollout.seeded" in notice]) == 1

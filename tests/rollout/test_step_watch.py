@@ -7,6 +7,10 @@ from concurrent.futures import Future
 import pytest
 
 from megarl.cluster.failures import Failure, ProcessInfo, ServiceDied
+from megarl.platform.cpu import CPUPlatform
+from megarl.preflight.environment import environment_notices
+from megarl.preflight.recipe.fleet import step_timeout_notice
+from megarl.recipe.schema import Recipe
 from megarl.rollout.fleet import step_watch
 from megarl.rollout.fleet.step_watch import LOOKS, StepWatch
 from tests.support.dying_engines import Engines, source_of
@@ -97,3 +101,15 @@ def test_an_engine_that_hangs_is_replaced_and_its_groups_go_on(
     engines.load(0)
     look(120)
     assert engines.restarts == [0], "the new process has no step yet"
+
+
+def test_sglangs_watchdog_limits_its_steps() -> None:
+    """An SGLang engine steps in 0.05 s whatever its scheduler does, so that rollout.step_timeout never saw a long step."""
+    recipe = Recipe()
+    recipe.rollout.engine, recipe.rollout.engine_args = "sglang", {"watchdog_timeout": 60}
+    assert step_timeout_notice(recipe.rollout) is None, "engines that hang are not replaced"
+    recipe.rollout.min_engines = 1
+    notices = environment_notices(recipe, CPUPlatform())
+    assert [text for text in notices if "rollout.engine_args.watchdog_timeout (60 s)" in text]
+    recipe.rollout.engine = "vllm"
+    assert step_timeout_notice(recipe.rollout) is None

@@ -155,6 +155,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
             "PauseGenerationReqInput": lambda mode: SimpleNamespace(mode=mode),
             "ContinueGenerationReqInput": SimpleNamespace,
         },
+        "torch_memory_saver": {},
         "sglang.srt.runtime_context": {"get_parallel": lambda: SimpleNamespace(tp_rank=0)},
     }
     for name, content in modules.items():

@@ -10,7 +10,7 @@ from megarl.cluster.base import load_class
 from megarl.cluster.failures import ProcessInfo, Raised, Returned, run
 from megarl.cluster.key_value_store import release_port, reserve_port
 from megarl.cluster.orphan_reaper import OrphanReaper
-from megarl.cluster.process import redirect_output
+from megarl.cluster.process import die_on_quit, redirect_output
 from megarl.cluster.service import answer, close
 from megarl.cluster.stacks.channel import serve_stacks
 
@@ -109,6 +109,7 @@ class ServiceActor:
     def _construct(self, class_path: str, args: tuple[Any, ...], name: str, log: str) -> None:
         redirect_output(log, name)
         serve_stacks()
+        die_on_quit()
         # The engine's workers must end with it on every machine; the controller's reaper covers only one.
         self._reaper = OrphanReaper()
         os.environ.update(self._reaper.env)

@@ -6,13 +6,14 @@ import asyncio
 import socket
 import sys
 
-from megarl.cluster.process import ignore_interrupt, redirect_output
+from megarl.cluster.process import die_on_quit, ignore_interrupt, redirect_output
 from megarl.cluster.service import ServiceServer, ServiceStart
 from megarl.cluster.stacks.channel import serve_stacks
 from megarl.cluster.wire import Wire
 
 if __name__ == "__main__":
     ignore_interrupt()
+    die_on_quit()
     wire = Wire(socket.socket(fileno=int(sys.argv[1])))
     start: ServiceStart = wire.receive()
     redirect_output(start.log, start.name)

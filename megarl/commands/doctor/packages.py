@@ -43,14 +43,15 @@ def python(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 @check("packages", "installed versions belong to one of the sets below and are not too old for megarl")
 def packages(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    chosen = nearest_set(machine, platform_of(machine, needs).kind.sets)
+    kind = platform_of(machine, needs).kind
+    chosen = nearest_set(machine, kind.sets)
     have = {name: _installed(machine, name) for name in chosen.packages}
     how = f"the {chosen.name} set: {chosen.install}"
     missing = [name for name, version in have.items() if version is None and _is_needed(name, needs)]
     if missing:
         yield fail(f"not installed: {', '.join(missing)}", f"install {how}")
     if lacks_sglang := needs.engines and "sglang" in needs.libraries and _installed(machine, "sglang") is None:
-        yield fail("not installed: sglang", "install SGLang 0.5.23 or later, or set the recipe's engine to vllm")
+        yield fail("not installed: sglang", f"{kind.install_sglang}, or set the recipe's engine to vllm")
     different = [
         f"{name} {version} (the set has {pin.removeprefix('==')})"
         for name, pin in chosen.packages.items()

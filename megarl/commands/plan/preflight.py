@@ -22,6 +22,7 @@ from megarl.hf.families import has_tower
 from megarl.hf.shape import model_shape
 from megarl.preflight.findings import Available, Survey, one_line
 from megarl.preflight.models import CRITIC, POLICY
+from megarl.preflight.recipe.fleet import step_timeout_notice
 from megarl.preflight.recipe.optimizer_extra import optimizer_notices
 from megarl.preflight.run_directory import find_place
 from megarl.preflight.survey import survey
@@ -66,7 +67,13 @@ def _check_disk_space(recipe: Recipe, result: Survey) -> None:
 
 def check_run(recipe: Recipe, result: Survey) -> None:
     """Report notices of the run, and check its directory and the checkpoint to resume from."""
-    notices = group_size_notice(recipe), seeds_notice(recipe), update_notice(recipe), traces_notice(recipe)
+    notices = (
+        group_size_notice(recipe),
+        seeds_notice(recipe),
+        step_timeout_notice(recipe.rollout),
+        update_notice(recipe),
+        traces_notice(recipe),
+    )
     for notice in (*notices, *optimizer_notices(recipe)):
         if notice:
             result.notice(notice)

@@ -16,12 +16,15 @@ from typing import Any
 
 from megarl.engines import check_argument, package_folder
 from megarl.engines.base import EngineLimits, EngineSpec
+from megarl.engines.sglang import changing_weights
 from megarl.errors import RecipeError
 from megarl.hf.families import has_tower
 from megarl.hf.families.tables.family_table import without_table
 from megarl.platform.environment import Requirement
+from megarl.platform.kinds import kind_of
 
 LOADER = "megarl.engines.sglang.worker.receive"  # called in each of SGLang's scheduler processes
+OVERRIDES = "json_model_override_args"  # argument that overrides fields of config.json, as JSON text
 _SPARE_TOKENS = 2  # SGLang ends a response this many tokens before the end of its context (managers/scheduler.py)
 _PREFILL_TOKENS, _SEQUENCES = 16384, 256  # per step: SGLang's default max_prefill_tokens; an assumption
 # Arguments that other settings determine -> the setting, None if fixed.
@@ -83,6 +86,8 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
         del owned["ep_size"]  # a fixed model may set it
     for name in engine_args:
         check_argument(name, section, "SGLang", fields(), owned)
+    if section == "rollout":
+        changing_weights.check(engine_args, section)
 
 
 @cache
@@ -104,6 +109,11 @@ def fields_in(source: str) -> list[str]:
 def merged_because(spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None) -> str | None:
     """Return why an engine of `spec` on `device` needs merged weights instead of adapters."""
     return "SGLang loads adapters only from directories"
+
+
+def expert_split(engine_args: Mapping[str, Any], tensor_parallel: int) -> tuple[int, str]:
+    """Return over how many devices of an engine SGLang splits each expert, and the argument that keeps experts whole."""
+    return max(1, tensor_parallel // int(engine_args.get("ep_size") or 1)), f"ep_size={tensor_parallel}"
 
 
 def check_plan(spec: EngineSpec, device: str) -> None:
@@ -128,23 +138,26 @@ def check_plan(spec: EngineSpec, device: str) -> None:
     if spec.prompt_top_k is not None:
         problem = "megarl does not read log-probs of prompt tokens from SGLang"
         raise RecipeError(f"{section}.engine", problem, use_vllm, value="sglang")
-    if (
-        spec.seeded
-        and device == "npu"
-        and importlib.util.find_spec("sglang")
-        and not importlib.util.find_spec("batch_invariant_ops")
-    ):
-        problem = (
-            "a seed for each sample needs SGLang's deterministic mode, which on an NPU imports batch_invariant_ops "
-            "(hardware_backend/npu/batch_invariant_ops), and it is not installed"
-        )
-        raise RecipeError(
-            f"{section}.engine", problem, f"install it, set rollout.seeded=false, or {use_vllm}", value="sglang"
-        )
+    if importlib.util.find_spec("sglang"):  # else a machine that starts engines checks it
+        _check_packages(spec, device)
     config = Path(spec.model_path, "config.json")
     if config.is_file() and has_tower(without_table(json.loads(config.read_text()))):  # a missing file fails later
         problem = "megarl does not pass images of a vision-language model to SGLang"
         raise RecipeError(f"{section}.engine", problem, use_vllm, value="sglang")
+
+
+def _check_packages(spec: EngineSpec, device: str) -> None:
+    key, use_vllm = f"{spec.recipe_section}.engine", f"set {spec.recipe_section}.engine=vllm"
+    if spec.seeded and device == "npu" and not importlib.util.find_spec("batch_invariant_ops"):
+        problem = (
+            "a seed for each sample needs SGLang's deterministic mode, which on an NPU imports batch_invariant_ops "
+            "(hardware_backend/npu/batch_invariant_ops), and it is not installed"
+        )
+        raise RecipeError(key, problem, f"install it, set rollout.seeded=false, or {use_vllm}", value="sglang")
+    if spec.sleep_mode and not importlib.util.find_spec("torch_memory_saver"):
+        problem = "engines that sleep need the package torch_memory_saver in SGLang, and it is not installed"
+        remedy = f"{kind_of(device).install_memory_saver}, set cluster.placement=disaggregated, or {use_vllm}"
+        raise RecipeError(key, problem, remedy, value="sglang")
 
 
 def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Written for SGLang 0.5.23, tested on the CPU (tests/support/sglang_cpu.py), never run on a device. SGLang samples in child
 processes and replies through an asyncio loop, which the owning thread runs for a moment in each `step`. A failing child
-process also ends this process (SIGQUIT), which the controller notices.
+process also ends this process (SIGQUIT, `cluster.process.die_on_quit`), which the controller notices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megarl.engines.sglang.worker import read_results, update_task
 from megarl.types import Completion, GenerationRequest, Partial, Sampling
 from megarl.weight_sync.session import Session, UpdateReport, WeightSyncError, host_id, merge_reports
 
-_GRAPHS = "cuda_graph"  # SGLang's third tag, in addition to TAGS
+_GRAPHS = "cuda_graph"  # SGLang's third tag; sleep frees it only with SGLANG_MEMORY_SAVER_CUDA_GRAPH=1
 _STEP_SECONDS = 0.05  # that a step waits for a finished sample
 
 

@@ -37,6 +37,7 @@ _DATA_PARALLEL = (
     "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend", "data_parallel_external_lb",
     "data_parallel_hybrid_lb",
 )  # fmt: skip
+OVERRIDES = "hf_overrides"  # argument that overrides fields of config.json
 # Each multiplies the devices of an engine, which has `tensor_parallel` of them. 1 is accepted.
 _MORE_DEVICES = ("pipeline_parallel_size", "prefill_context_parallel_size")
 # Arguments that other settings determine -> the setting, None if fixed.
@@ -93,13 +94,9 @@ def required_environment(
     spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None
 ) -> dict[str, Requirement]:
     """Return the variables of engines of `spec` with the minimum values that the model and the layout require."""
-    if device != "npu":
+    if device != "npu" or (config is None and not os.path.isfile(os.path.join(spec.model_path, "config.json"))):
         return {}
-    if config is None:
-        if not os.path.isfile(os.path.join(spec.model_path, "config.json")):
-            return {}
-        config = _model_config(spec.model_path)
-    buffer = dispatch_buffer(config, spec)
+    buffer = dispatch_buffer(config or _model_config(spec.model_path), spec)
     if buffer is None or buffer.megabytes <= DEFAULT_MB:
         return {}
     return {"HCCL_BUFFSIZE": at_least(buffer.megabytes, f"vllm-ascend needs {buffer.arithmetic}")}
@@ -127,6 +124,11 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
         if types and (wrong := problem("vLLM", types[name], engine_args[name])):
             raise RecipeError(f"{section}.engine_args.{name}", *wrong, value=engine_args[name])
     _check_values(engine_args, section)
+
+
+def expert_split(engine_args: Mapping[str, Any], tensor_parallel: int) -> tuple[int, str]:
+    """Return over how many devices of an engine vLLM splits each expert, and the argument that keeps experts whole."""
+    return 1 if engine_args.get("enable_expert_parallel") else tensor_parallel, "enable_expert_parallel=true"
 
 
 def check_plan(spec: EngineSpec, device: str) -> None:
@@ -298,7 +300,7 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     if needs_synchronous_scheduling(spec):
         arguments["async_scheduling"] = False
     if overrides := _config_overrides(spec, config, device):
-        arguments["hf_overrides"] = overrides
+        arguments[OVERRIDES] = overrides
     if device == "npu":
         version = ascend.running()
         _check_npu(spec, version)
@@ -368,7 +370,7 @@ def _model_config(model_path: str) -> dict[str, Any]:
 
 def _config_overrides(spec: EngineSpec, config: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Return fields of config.json with the values that vLLM must read instead: from the recipe, and required by megarl."""
-    overrides = dict(spec.engine_args.get("hf_overrides") or {})
+    overrides = dict(spec.engine_args.get(OVERRIDES) or {})
     if config.get("model_type") in ("deepseek_v3", "kimi_k2"):
         overrides = {**_missing_routing(config), **overrides}
     if spec.fp32_head:

@@ -8,6 +8,8 @@ from megarl.errors import RecipeError
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.schema import ClusterConfig, Recipe, RolloutConfig
 
+_SGLANG_WATCHDOG = 300  # default of watchdog_timeout, in seconds (sglang/srt/arg_groups/fields/device.py)
+
 
 def fleet_errors(recipe: Recipe) -> Iterator[RecipeError]:
     least, rollout = recipe.rollout.min_engines, recipe.rollout
@@ -43,6 +45,17 @@ def fleet_errors(recipe: Recipe) -> Iterator[RecipeError]:
     if recipe.train.deterministic:
         problem = "the moment of a death changes which engine samples which groups, so a run with train.deterministic would not repeat"
         yield _error(least, problem, "leave it out, and set train.restarts")
+
+
+def step_timeout_notice(rollout: RolloutConfig) -> str | None:
+    """Return a notice if engines are replaced when they hang, but `rollout.step_timeout` does not limit their steps."""
+    if rollout.min_engines is None or rollout.engine != "sglang":
+        return None
+    limit = rollout.engine_args.get("watchdog_timeout", _SGLANG_WATCHDOG)
+    return (
+        f"rollout.step_timeout ({rollout.step_timeout:g} s) is not a limit of SGLang's steps, which run in other processes: "
+        f"SGLang ends an engine after a step of rollout.engine_args.watchdog_timeout ({limit} s)"
+    )
 
 
 def elastic_errors(cluster: ClusterConfig) -> Iterator[RecipeError]:

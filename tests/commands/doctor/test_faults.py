@@ -271,6 +271,11 @@ class TestSglang:
         assert (broken.check, broken.status) == ("imports", "FAIL") and "No module named 'sglang'" in broken.text
         assert "install SGLang 0.5.23 or later" in missing.remedy
 
+    def test_the_wheel_of_sglang_is_no_remedy_on_npus(self, tmp_path: Path) -> None:
+        """It requires a torch for GPUs."""
+        missing, *_ = self.of(MACHINES["npu"](tmp_path), self.NEEDS)
+        assert "not installed: sglang" in missing.text and "build SGLang 0.5.23 or later from source" in missing.remedy
+
     def test_engines_of_a_recipe(self) -> None:
         recipe = Recipe()
         recipe.rollout.engine = "sglang"

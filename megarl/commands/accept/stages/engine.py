@@ -53,7 +53,6 @@ ABORT_SECONDS = 10.0
 SAME = 0.8  # share of tokens that must be equal with and without graphs; rounding may change the others
 GROUP, LAYERS = 2, 4  # engines in a group of a tiny model; layers of the recipe's model
 RECIPE_ENGINE = "the recipe's engine"
-OVERRIDES = {"vllm": "hf_overrides", "sglang": "json_model_override_args"}  # arguments that override config.json
 
 
 def run(context: StageContext) -> None:
@@ -339,7 +338,7 @@ def _sample(context: StageContext, recipe: Recipe, config: dict[str, Any], size:
 
 def few_layers(rollout: RolloutConfig, config: dict[str, Any], size: int) -> dict[str, Any]:
     """Return the recipe's overrides of config.json with few layers, and with its experts per rank in a group of `size`."""
-    value = rollout.engine_args.get(OVERRIDES[rollout.engine]) or {}
+    value = rollout.engine_args.get(engines.arguments_of(rollout.engine).OVERRIDES) or {}
     overrides: dict[str, Any] = json.loads(value) if isinstance(value, str) else dict(value)
     text = overrides.get("text_config") or {} if "text_config" in config else overrides
     fields = text_fields(config)
@@ -361,7 +360,9 @@ def recipe_spec(context: StageContext, recipe: Recipe, config: dict[str, Any], n
     args = dict(rollout.engine_args)
     if has_draft_weights(args):
         del args["speculative_config"]
-    args[OVERRIDES[rollout.engine]] = json.dumps(overrides) if rollout.engine == "sglang" else overrides
+    args[engines.arguments_of(rollout.engine).OVERRIDES] = (
+        json.dumps(overrides) if rollout.engine == "sglang" else overrides
+    )
     return replace(
         policy_spec(recipe, f"recipe{number}", updated=False),
         engine_args=args, load_weights=False, data_parallel=size, device=context.device,
