@@ -66,12 +66,12 @@ def test_an_engine_on_an_npu_restores_parameters_after_wake_up() -> None:
     backend.sleep(0)
     backend.wake(["weights"])
     backend.wake(None)
-    assert calls == [1, held, ["wake", ["weights"]], back, held, ["wake"], back]
+    assert calls == ["megarl_synchronize", 1, held, ["wake", ["weights"]], back, held, ["wake"], back]
     calls.clear()
     backend._can = SimpleNamespace(device="cuda")
     backend.sleep(0)
     backend.wake(None)
-    assert calls == [2, ["wake"]]
+    assert calls == ["megarl_synchronize", 2, ["wake"]]
 
 
 RELOAD = '''
