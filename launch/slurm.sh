@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One run over the nodes of a Slurm job, from a folder with megarl that every node sees:
 #
-#   sbatch launch/slurm.sh recipes/dapo_qwen3_30b.yaml [key=value ...]
+#   sbatch launch/slurm.sh recipes/dapo_qwen3_30b.yaml train.resume=auto [key=value ...]
 #   sbatch --nodes=16 launch/slurm.sh recipes/grpo_deepseek_v3.yaml
 #   sbatch --nodes=16 --gres=gpu:8 launch/slurm.sh recipes/cuda/grpo_deepseek_v3.yaml     NVIDIA
 #

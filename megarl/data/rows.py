@@ -180,6 +180,11 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def check_file(file: Path) -> None:
     """Raise ValueError if the file is missing, or neither .parquet nor .jsonl."""
+    if file.parts[:1] == ("hf:",):  # a name that stands for its files where they are in the cache
+        name = f"hf://{Path(*file.parts[1:])}"
+        raise ValueError(
+            f"{name} is not in this machine's cache of the hub: `train` and `eval` download it (docs/hub.md)"
+        )
     if not file.is_file():
         raise ValueError(f"{file}: no such file{_neighbours(file)}")
     if file.suffix not in (".parquet", ".jsonl"):

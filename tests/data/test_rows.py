@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megarl.data.rows import Row, messages_of, sample_rows, unique_uids, write_parquet
+from megarl.data.rows import Row, check_file, messages_of, sample_rows, unique_uids, write_parquet
 from tests.support.rows import read_rows
 
 ROWS = [
@@ -50,6 +50,11 @@ def test_the_same_rows_give_the_same_bytes(tmp_path):
     for name in ("a", "b"):
         write_parquet(tmp_path / f"{name}.parquet", ROWS)
     assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
+
+
+def test_a_name_of_the_hub_that_is_not_cached_is_not_taken_for_a_path():
+    with pytest.raises(ValueError, match=r"^hf://openai/gsm8k/main/train is not in this machine's cache of the hub"):
+        check_file(Path("hf://openai/gsm8k/main/train"))
 
 
 def test_an_invalid_file_is_named_with_its_problem(tmp_path):
