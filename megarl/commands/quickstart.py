@@ -63,9 +63,9 @@ def refuse_live_run(run: Path) -> None:
         raise InputError(f"{run} is in use by another run (process {holder.get('pid', '?')}): wait for it, or stop it")
 
 
-def refuse_readers(folders: Sequence[Path], runs: Iterable[Path]) -> None:
-    """Raise InputError if the recipe of a live run in one of the folders `runs` names a file or model in one of `folders`."""
-    for run in (RunDirectory(path) for parent in runs if parent.is_dir() for path in sorted(parent.iterdir())):
+def refuse_readers(folders: Sequence[Path], runs_dirs: Iterable[Path]) -> None:
+    """Raise InputError if the recipe of a live run in one of `runs_dirs` names a file or model in one of `folders`."""
+    for run in (RunDirectory(path) for parent in runs_dirs if parent.is_dir() for path in sorted(parent.iterdir())):
         if run.path in folders or not run.recipe.is_file() or (holder := run.holder()) is None:
             continue
         for value in flat_settings(run.recipe.read_text()).values():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _ENGINES = {"vllm": "megarl.engines.vllm.engine:VllmEngine", "sglang": "megarl.engines.sglang.engine:SglangEngine"}
 _ARGUMENTS = {"vllm": "megarl.engines.vllm.args", "sglang": "megarl.engines.sglang.args"}
 _GROUPS = ("vllm",)  # engines that can spread experts over a group
-# Variables of NPUs that only graphs need; None: megarl leaves the variable to the user. Task queue 2 is the fastest.
+# Values of NPU variables for engines without graphs; None: unset. Task queue 2 is the fastest.
 _WITHOUT_GRAPHS = {"TASK_QUEUE_ENABLE": "2", "ASCEND_LAUNCH_BLOCKING": None}
 
 

@@ -50,7 +50,7 @@ class Device:
     memory: float = _of("GiB", "of the device")
     flops: float = _of("FLOP/s", "peak in dense bfloat16")
     bandwidth: float = _of("bytes/s", "of the device's memory")
-    link: float = _of("bytes/s", "to the other devices of the machine, in one direction, over all its links")
+    link: float = _of("bytes/s", "of one device to all others of its machine, in one direction, over all its links")
     network: float = _of("bytes/s", "from one device to another machine, in one direction")
     host_link: float = _of("bytes/s", "to the host's memory, in one direction")
     per_node: int = _of("whole number", "devices per machine")

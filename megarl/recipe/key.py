@@ -76,10 +76,9 @@ def _plain_type(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("typing.", "")
 
 
-def is_number_for_text(name: str, value: Any, schema: type) -> bool:
-    """Return True if `value` is a number, and the key a text: YAML has converted a text such as 2024."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and without_none(type_of(schema, name)) is str
+def is_text(section: type, dotted: str) -> bool:
+    """Return True if a dotted key below `section` is a text, or a text or null."""
+    return without_none(type_of(section, dotted)) is str
 
 
 class RecipeDumper(yaml.SafeDumper):

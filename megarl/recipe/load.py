@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megarl.errors import ReadingError, RecipeError, command_name
 from megarl.recipe.former_names import with_present_names
 from megarl.recipe.hub_inputs import with_hub_names
-from megarl.recipe.key import choices_of, section_types, type_name, type_of, without_none
+from megarl.recipe.key import choices_of, is_text, section_types, type_name, type_of, without_none
 from megarl.recipe.schema import Recipe
 from megarl.registry import nearest
 
@@ -267,7 +267,7 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str, left_open: dict[s
             problem = "this is a switch, not a number"
             yield ReadingError(name, problem, "give true or false", value=value, origin=origin)
             continue
-        if isinstance(value, (int, float)) and without_none(type_of(Recipe, name)) is str:
+        if isinstance(value, (int, float)) and is_text(Recipe, name):
             yield _not_a_text(name, value, origin)
             continue
         value = _as_list_if_declared(value, type_of(Recipe, name))
@@ -282,7 +282,7 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str, left_open: dict[s
 
 
 def _not_a_text(name: str, value: float, origin: str) -> ReadingError:
-    """Return the error for a switch or a number that the key, a text, cannot have: the text in the file is not known any more."""
+    """Return the error for a switch or a number where the key is a text. YAML has converted it, so the typed text is lost."""
     if isinstance(value, bool):
         remedy = f"give a text, as `{command_name()} keys {name}` describes; YAML reads yes, no, on and off as switches, and 'yes' as a text"
         return ReadingError(name, "this is a text, not a switch", remedy, value=value, origin=origin)

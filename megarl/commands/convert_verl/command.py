@@ -38,7 +38,7 @@ from megarl.megatron.layout import check_layout
 from megarl.preflight.load import load_recipe
 from megarl.preflight.recipe.megatron_extra import refusal_of_extra
 from megarl.recipe.derived.megatron_ddp import refusal_of_ddp
-from megarl.recipe.key import RecipeDumper, is_number_for_text
+from megarl.recipe.key import RecipeDumper, is_text
 from megarl.recipe.load import OPEN, settings_of
 from megarl.recipe.schema import Recipe
 from megarl.registry import did_you_mean
@@ -101,7 +101,7 @@ def convert(
     conversion = _translated(command, config.base, options, user_choices, chosen, rows=rows)
     conversion.check()
     for name, value in conversion.settings.items():
-        if is_number_for_text(name, value, Recipe):
+        if _is_number(value) and is_text(Recipe, name):  # scripts have no types, and recipes refuse a number for a text
             conversion.settings[name] = str(value)
     conversion.settings |= overrides
     _drop_unused(conversion, overrides.keys())
@@ -214,9 +214,13 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _setting(name: str, text: str) -> Any:
     value = value_of(text, 0)
-    if is_number_for_text(name, value, Recipe):
+    if _is_number(value) and is_text(Recipe, name):
         return text
     return [value] if name.startswith("data.") and name.endswith("_files") and isinstance(value, str) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _processes(command: Command, conversion: Conversion) -> int | str:

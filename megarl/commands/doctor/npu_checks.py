@@ -98,7 +98,7 @@ def nnal(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 @check(
     "npu driver",
-    "the driver (`/usr/local/Ascend/driver/version.info`) supports the set's CANN (else the finding names a set that it supports) and `weight_sync.transport: ipc`; /dev has the managers' files",
+    "the driver (`/usr/local/Ascend/driver/version.info`) supports the set's CANN (else the finding names a set that it supports); with `weight_sync.transport: ipc`, it can share device memory; /dev has the managers' files",
 )
 def driver(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if not applies_to(machine, needs):

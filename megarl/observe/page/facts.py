@@ -24,7 +24,7 @@ from megarl.observe.sessions import effective_time, time_text
 MAX_BARS = 120  # in the chart of phase times
 MAX_SPANS = 1500  # in the timeline
 TIMELINE_STEPS = 5
-RECENT_STEPS = 20  # in the first half of the table of waits
+RECENT_STEPS = 20  # in the columns "last N steps" of the table of waits
 _SILENT_SECONDS = 3600.0
 
 _ACCURACIES = ("eval/greedy", "eval/dpo_accuracy")  # in addition to pass@k and maj@k
@@ -294,7 +294,7 @@ def timeline(spans: list[dict[str, Any]], sessions: list[dict[str, Any]]) -> dic
 def _without_repeats(spans: list[dict[str, Any]], sessions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the spans of the last session since it last went back to an earlier step, so that repeated steps are drawn once.
 
-    Until the last session has spans of a step, also those of earlier sessions.
+    If the last session has no spans of a step yet, those of earlier sessions count too.
     """
     recent = [span for span in spans if sessions and span["ts"] >= sessions[-1]["began"] * 1e6]
     if any("step" in span.get("args", {}) for span in recent):

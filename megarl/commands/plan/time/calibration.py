@@ -51,7 +51,7 @@ RATES: dict[str, tuple[str, str]] = {
     ),
     "decode_bandwidth": ("bytes/s", "weights and KV cache that an engine's device reads as it decodes"),
     "adam_bandwidth": ("bytes/s", "read and written by the optimizer's step on the device"),
-    "link": ("bytes/s", "to the other devices of the machine, in one direction, over all links of a device"),
+    "link": ("bytes/s", "of one device to all others of its machine, in one direction, over all its links"),
     "network": ("bytes/s", "of one device to another machine, in one direction"),
     "host_link": ("bytes/s", "between the device and page-locked host memory, in one direction, all devices at once"),
     "offload_link": ("bytes/s", "trainers' offloading to the host; host_link where it is absent"),
