@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from megarl.errors import COMMAND, command_name
 
 STOP_SECONDS = 60.0  # time limit for an interrupted child to stop
 STOPPED = (130, 143)  # exit statuses after SIGINT or SIGTERM
+_POLL_SECONDS = 0.02
 SIGNALS = 3  # that the child receives: it saves a checkpoint, completes one that is being written, abandons it
 
 
@@ -51,25 +54,38 @@ def run_child(
 
 
 def _wait(process: subprocess.Popen[bytes], is_lost: Callable[[int], bool]) -> int:
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(LOOK_SECONDS)
+    while not ends_within(process.pid, LOOK_SECONDS):
         if is_lost(process.pid):
-            process.kill()
+            os.kill(process.pid, signal.SIGKILL)
+    return process.wait()
 
 
 def _stop(process: subprocess.Popen[bytes], signalled: BaseException, seconds: float | None) -> int | None:
     """Pass on the signal that has raised `signalled`, and the next ones. Returns the exit status; None if the process was killed."""
     for _ in range(SIGNALS):
-        process.send_signal(signal.SIGINT if isinstance(signalled, KeyboardInterrupt) else signal.SIGTERM)
+        os.kill(process.pid, signal.SIGINT if isinstance(signalled, KeyboardInterrupt) else signal.SIGTERM)
         try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
+            if ends_within(process.pid, seconds):
+                return process.wait()
             break
         except BaseException as again:  # noqa: BLE001 -- SystemExit and KeyboardInterrupt are signals here; the caller raises the first
             signalled = again
-    process.kill()  # leaving the caller's `with` block waits for the process
+    os.kill(process.pid, signal.SIGKILL)  # leaving the caller's `with` block waits for the process
     return None
+
+
+def ends_within(pid: int, seconds: float | None) -> bool:
+    """Wait until a child process has ended, at most `seconds` (None: any time). Its exit status is still to be fetched.
+
+    `Popen.wait(timeout)` cannot be interrupted safely: if a signal handler raises when it has just taken its lock, the lock stays
+    taken, and each later wait hangs.
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if deadline is not None and time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 @contextlib.contextmanager

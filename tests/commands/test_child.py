@@ -7,71 +7,70 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from megarl.commands import child
 from megarl.commands.child import run_child
 
 
 def test_an_interrupt_kills_a_child_that_ignores_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting, waits = subprocess.Popen.wait, []
-
-    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        waits.append(process)
-        if len(waits) == 1:
-            assert process.stdout is not None and process.stdout.readline()
-            raise KeyboardInterrupt
-        return waiting(process, 5.0 if timeout is None else timeout)
-
-    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, stdout=subprocess.PIPE))
-    deaf = "trap '' TERM INT; echo ready; while :; do sleep 0.05; done"
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_child(["sh", "-c", deaf], os.environ, stop_seconds=0.01)
-        assert waits[0].returncode == -signal.SIGKILL
-    finally:
-        waits[0].kill()
+    deaf = "trap '' TERM INT; echo $$; while :; do sleep 0.05; done"
+    lines = interrupt_waits(monkeypatch, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_child(["sh", "-c", deaf], os.environ, stop_seconds=0.01)
+    assert not psutil.pid_exists(int(lines[0]))
 
 
 @pytest.mark.parametrize(("status", "raised"), [(130, SystemExit), (1, KeyboardInterrupt)])
 def test_the_stop_is_reported_once(status: int, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """The child reports the stop if the signal reached it, else this process does."""
-    waiting, messages = subprocess.Popen.wait, []
-
-    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if not messages:
-            assert process.stdout is not None and process.stdout.readline()
-            messages.append(os.getpgid(process.pid))
-            raise KeyboardInterrupt
-        return waiting(process, timeout)
-
-    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, stdout=subprocess.PIPE))
+    lines = interrupt_waits(monkeypatch, KeyboardInterrupt)
     with pytest.raises(raised):
-        run_child(["sh", "-c", f"trap 'exit {status}' INT; echo ready; while :; do sleep 0.05; done"], os.environ)
-    assert messages != [os.getpgid(0)], "Ctrl-C at a terminal would reach both"
+        run_child(["sh", "-c", f"trap 'exit {status}' INT; ps -o pgid= $$; while :; do sleep 0.05; done"], os.environ)
+    assert int(lines[0]) != os.getpgid(0), "Ctrl-C at a terminal would reach both"
 
 
 def test_a_second_signal_reaches_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     """The child then ends its run in order; the fourth signal kills it."""
-    waiting, signals = subprocess.Popen.wait, []
-
-    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if len(signals) < 3:
-            assert process.stdout is not None
-            signals.append(process.stdout.readline())
-            raise SystemExit(143)
-        return waiting(process, timeout)
-
-    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, stdout=subprocess.PIPE))
+    lines = interrupt_waits(monkeypatch, *[SystemExit(143)] * 3)
     counts = "n=0; trap 'n=$((n+1)); echo $n; [ $n = 3 ] && exit 143' TERM; echo ready; while :; do sleep 0.05; done"
     with pytest.raises(SystemExit, match="143"):
         run_child(["sh", "-c", counts], os.environ, stop_seconds=None)
-    assert signals == [b"ready\n", b"1\n", b"2\n"]
+    assert lines == [b"ready\n", b"1\n", b"2\n"]
+
+
+def interrupt_waits(monkeypatch: pytest.MonkeyPatch, *raised: BaseException | type[BaseException]) -> list[bytes]:
+    """Let waits for the child raise these, one each, when it has printed a line. Returns the lines, at first none.
+
+    Also fails if `Popen.wait` is called before the child has ended: it cannot be interrupted safely.
+    """
+    children: list[subprocess.Popen[bytes]] = []
+    lines: list[bytes] = []
+    ends_within, fetch_status = child.ends_within, subprocess.Popen.wait
+
+    class Child(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, stdout=subprocess.PIPE, **options)
+            children.append(self)
+
+        def wait(self, timeout: float | None = None) -> int:
+            assert timeout is None and (self.returncode is not None or ends_within(self.pid, 5.0))
+            return fetch_status(self)
+
+    def interrupted(pid: int, seconds: float | None) -> bool:
+        if len(lines) < len(raised):
+            assert children[0].stdout is not None
+            lines.append(children[0].stdout.readline())
+            raise raised[len(lines) - 1]
+        return ends_within(pid, seconds)
+
+    monkeypatch.setattr(child, "ends_within", interrupted)
+    monkeypatch.setattr(subprocess, "Popen", Child)
+    return lines
 
 
 @pytest.mark.parametrize("program", ["megarl", "__main__.py"])

@@ -131,6 +131,7 @@ class _Server:
                     _, of, value = self._connection.recv()
                     self._ended[of] = value
             except (EOFError, ConnectionResetError):
+                self.process.wait(20)  # its connection closes before its exit status can be fetched
                 return self._ended.get(number, _LOST)
             return self._ended.get(number)
 
