@@ -5,7 +5,7 @@
 #   sbatch --nodes=16 launch/slurm.sh recipes/grpo_deepseek_v3.yaml
 #   sbatch --nodes=16 --gres=gpu:8 launch/slurm.sh recipes/cuda/grpo_deepseek_v3.yaml     NVIDIA
 #
-# The lines to edit for your cluster are these, and the three below. What is on sbatch's own command line goes before.
+# Edit these lines and the three below for your cluster. Options on sbatch's command line override them.
 #SBATCH --job-name=megarl
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -13,13 +13,13 @@
 #SBATCH --gres=npu:16
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.log
-# The run is told to end two minutes before its time is over, as by a preemption: it ends in order. Slurm starts a job that
-# was preempted again, which with train.save_every and train.resume=auto goes on from the newest checkpoint.
+# Two minutes before its time limit, and at a preemption, the job receives SIGTERM: the run saves a checkpoint and ends. Slurm starts
+# a preempted job again. With train.save_every and train.resume=auto it continues from the newest checkpoint.
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
 # Slurm says how many GPUs a node gives, and not how many NPUs.
 export DEVICES_PER_NODE=${DEVICES_PER_NODE:-${SLURM_GPUS_ON_NODE:-16}}
-# With an image (leave out files that the hosts lack; on GPUs add --nv): container=(apptainer exec --bind /shared,/usr/local/Ascend/driver,/usr/local/dcmi,/usr/local/bin/npu-smi,/etc/ascend_install.info,/etc/hccn.conf megarl.sif)
+# With an image, made as docs/devices_reference.md shows (leave out files that the hosts lack; on GPUs add --nv): container=(apptainer exec --bind /shared,/usr/local/Ascend/driver,/usr/local/dcmi,/usr/local/bin/npu-smi,/etc/ascend_install.info,/etc/hccn.conf megarl.sif)
 container=()
 interface=${MEGARL_INTERFACE:-}                 # the network interface between the nodes, where there are several
 
@@ -36,7 +36,7 @@ fi
 if [ -n "$interface" ]; then
   for library in HCCL GLOO TP NCCL; do export "${library}_SOCKET_IFNAME=$interface"; done
 fi
-# One task a node, on all of its cores; srun hands signals on, and the launcher of each node ends what it started there:
-# srun must not kill them for one that is done earlier.
+# One task per node, on all its cores. srun forwards signals, and the launcher of each node ends the processes that it started:
+# srun must not kill launchers because another has ended.
 exec srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_ON_NODE:-1}" \
   --cpu-bind=none --kill-on-bad-exit=0 --unbuffered ${container[@]+"${container[@]}"} bash launch/multinode.sh "$@"

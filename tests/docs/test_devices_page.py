@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import re
 import shlex
@@ -170,3 +171,13 @@ def test_a_resumed_acceptance_of_all_nodes_has_another_folder() -> None:
     """`--resume` keeps the number of nodes, so the folder of one node cannot serve for a test of all nodes."""
     folders = {words[0] == "megarl": words[words.index("--resume") + 1] for words in commands("devices.md") if "--resume" in words}  # fmt: skip
     assert len(folders) == 2 and folders[True] != folders[False]
+
+
+def test_flashinfers_kernels_have_the_locked_version_and_vllms_command() -> None:
+    lock = (ROOT / "launch" / "requirements-cuda.txt").read_text()
+    version = re.search(r"^flashinfer-python==(\S+)$", lock, re.M)
+    assert version is not None and f"flashinfer-python {version[1]}" in PAGES["cuda.md"]
+    vllm = importlib.util.find_spec("vllm")
+    assert vllm is not None and vllm.origin is not None
+    command = (Path(vllm.origin).parent / "entrypoints" / "cli" / "download_kernels.py").read_text()
+    assert 'name = "download-kernels"' in command and '"--dry-run"' in command
