@@ -16,15 +16,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 LONGEST = (  # files of minutes, the longest first
-    "tests/megatron/test_loss_invariance.py",
     "tests/weight_sync/test_sharded_matrix.py",
     "tests/runs/test_replay.py",
     "tests/runs/test_tiny_recipes.py",
+    "tests/commands/accept/test_processes.py",
     "tests/megatron/test_layouts.py",
     "tests/runs/test_train.py",
-    "tests/commands/accept/test_processes.py",
+    "tests/commands/plan/test_refuses.py",
+    "tests/megatron/test_loss_invariance.py",
+    "tests/cluster/test_ray.py",
     "tests/test_journal.py",
-    "tests/test_rollbacks.py",
+    "tests/rewards/test_code.py",
 )
 
 

@@ -28,6 +28,7 @@ from tests.support.mortal_controller import (
     session,
     weights,
 )
+from tests.support.slow import slow_except
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +75,7 @@ def word_of(kind: str) -> Callable[[int], str]:
     return lambda number: "broken" if number in (6, 9) else "answer"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except("rollback".__eq__, KINDS))
 def test_a_death_at_any_call_changes_no_number(kind: str, tmp_path: Path) -> None:
     """MEGARL_ALL_DEATHS: try all calls instead of every ninth."""
     recipe, alive = recipe_of(tmp_path / "undisturbed", KINDS[kind]), Death()
@@ -96,7 +97,7 @@ def test_a_death_at_any_call_changes_no_number(kind: str, tmp_path: Path) -> Non
         shutil.rmtree(tmp_path / str(number))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", slow_except(lambda seed: seed in (2, 3), range(6)))
 def test_a_controller_that_dies_again_and_again(seed: int, tmp_path: Path) -> None:
     """Deaths while it resumes, too. Every other seed deletes half a file that was being written."""
     kind = [*KINDS][seed % 3]

@@ -11,6 +11,7 @@ import pytest
 from megarl.recipe.schema import Recipe
 from tests.support.journalled_run import Death, RememberingWorkers, notices, numbers, recipe_of
 from tests.support.mortal_controller import Change, ahead, check_end, make_mortal, session
+from tests.support.slow import slow_except
 from tests.test_journal import with_rollbacks, word_of
 
 
@@ -67,7 +68,7 @@ def deaths(points: list[str]) -> list[Death]:
     return [Death(points.count(place) * 2 // 3, place) for place in PLACES]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except({"one step ahead", "rollback"}.__contains__, KINDS))
 def test_a_death_changes_no_number(kind: str, tmp_path: Path) -> None:
     """Trainers go on, load the checkpoint, or start again. MEGARL_ALL_DEATHS: at any call."""
     recipe, alive, word = kept_recipe(tmp_path / "undisturbed", kind), Death(), word_of(kind)

@@ -53,13 +53,13 @@ def marked(mark: str, variable: str = VARIABLE) -> list[int]:
     """Process ids of this user that have `variable`=`mark` in their environment, without this process."""
     entry = f"{variable}={mark}".encode()
     pids = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
+    for name in filter(str.isdigit, os.listdir("/proc")):  # Path.glob fails if a process ends while it looks (ESRCH)
         try:
-            variables = environ.read_bytes().split(b"\0")
+            variables = Path("/proc", name, "environ").read_bytes().split(b"\0")
         except OSError:  # the process has ended or belongs to another user
             continue
-        if entry in variables and int(environ.parent.name) != os.getpid():
-            pids.append(int(environ.parent.name))
+        if entry in variables and int(name) != os.getpid():
+            pids.append(int(name))
     return pids
 
 

@@ -15,6 +15,7 @@ from megarl.cluster.ray.keeper_main import Unattended
 from megarl.errors import ProcessFailure
 from tests.support.cluster_workers import alive, wait_until
 from tests.support.kept_controller import Controller
+from tests.support.slow import slow_except
 
 
 def test_workers_end_after_their_time_without_a_controller() -> None:
@@ -64,6 +65,7 @@ def keeper(environ: dict[str, str]) -> Iterator[KeeperProcess]:
     process.close()
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 @pytest.mark.timeout(1200)
 def test_workers_of_a_controller_that_dies(keeper: KeeperProcess, environ: dict[str, str], tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ def test_workers_of_a_controller_that_dies(keeper: KeeperProcess, environ: dict[
 
 @pytest.mark.stack
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("how", ["closed", "killed", "joined"])
+@pytest.mark.parametrize("how", slow_except("killed".__eq__, ["closed", "killed", "joined"]))
 def test_nothing_outlives_the_keeper(how: str, environ: dict[str, str], tmp_path: Path) -> None:
     """ "joined": the keeper has joined a Ray cluster instead of starting one. Here another keeper has started the cluster."""
     cluster = KeeperProcess("", 60.0, environ) if how == "joined" else None
@@ -125,7 +127,10 @@ def test_nothing_outlives_the_keeper(how: str, environ: dict[str, str], tmp_path
         keeper.close()
     else:
         keeper._process.kill()
-    assert wait_until(lambda: not any(map(alive, [*workers, *(each.pid for each in processes)])), 10)
+    pids = [*workers, *(each.pid for each in processes)]
+    wait_until(lambda: not any(map(alive, pids)), 30)
+    left = [(pid, psutil.Process(pid).cmdline()) for pid in pids if alive(pid)]
+    assert not left
     controller.process.kill()
     controller.process.communicate()
     keeper.close()

@@ -41,7 +41,11 @@ def test_calls_scatters_and_collectives(connect, tmp_path):
             "die_in_collective",
             r"trainer rank 1 on .* \(pid \d+\) died: its process ended without a message(.|\n)*the last words",
         ),
-        ("raise_in_collective", r"trainer rank 1 on .* \(pid \d+\) failed: ValueError: this rank has had enough"),
+        pytest.param(
+            "raise_in_collective",
+            r"trainer rank 1 on .* \(pid \d+\) failed: ValueError: this rank has had enough",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_first_cause_is_raised_within_seconds(connect, method, message):
@@ -60,6 +64,7 @@ def test_the_first_cause_is_raised_within_seconds(connect, method, message):
     assert wait_until(lambda: not any(map(alive, pids)), 5)  # an engine's own child too
 
 
+@pytest.mark.slow
 def test_a_stopped_trainer_is_named(connect, monkeypatch):
     """A stopped trainer keeps its connections open; a collective of the others times out after half an hour."""
     from megarl.cluster import sigstop_watch
@@ -79,6 +84,7 @@ def test_a_stopped_trainer_is_named(connect, monkeypatch):
     assert wait_until(lambda: not any(map(alive, pids)), 5)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_does_not_enter_a_collective_is_named(connect, tmp_path):
     cluster = connect(2, 1, stall=3.0)
     engine = cluster.start_service(
@@ -108,6 +114,7 @@ def test_a_trainer_that_does_not_enter_a_collective_is_named(connect, tmp_path):
     assert wait_until(lambda: not any(map(alive, pids)), 5)
 
 
+@pytest.mark.slow
 def test_a_long_call_that_makes_progress_is_not_ended(connect):
     group = connect(2, stall=2.0).start_trainers("tests.support.cluster_workers:Reducer", 2, ())
     assert group.call("sum_slowly", 1, 8.0) == [2.0, 2.0]
@@ -210,6 +217,7 @@ def test_a_service_that_is_not_essential_may_die_and_be_replaced(connect, monkey
     assert new.call("scaled", 2).result(timeout=10) == 10
 
 
+@pytest.mark.slow
 def test_an_idle_trainer_that_dies_is_named(connect):
     cluster = connect(2, 1)
     engine = cluster.start_service(
@@ -232,6 +240,7 @@ def test_an_idle_trainer_that_dies_is_named(connect):
     assert wait_until(lambda: not any(map(alive, pids)), 5)
 
 
+@pytest.mark.slow
 def test_a_service_stopped_by_a_signal_is_named(connect, monkeypatch):
     """It keeps its connection open, and the run would wait for `rollout.timeout`, an hour."""
     from megarl.cluster import sigstop_watch
@@ -271,7 +280,7 @@ def test_a_dead_service_is_named_and_a_service_that_was_ended_is_not(connect):
             time.sleep(0.2)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_all_processes_end_with_the_controller(tmp_path, how):
     """Ray's autoscaler, log monitor and dashboard server are not started: they would delay each start."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | THREADS
@@ -292,6 +301,7 @@ def test_all_processes_end_with_the_controller(tmp_path, how):
     assert wait_until(lambda: not any(map(alive, pids)) and controller.poll() is not None, 10)
 
 
+@pytest.mark.slow
 def test_trainers_that_are_not_essential_start_again_beside_other_processes(connect):
     """After an error in a call, and after the death of an idle rank, which `check` finds without an exception."""
     cluster = connect(2, 1)

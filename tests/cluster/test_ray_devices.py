@@ -26,6 +26,7 @@ def test_a_critic_shares_the_trainers_device(connect, one_ray, tmp_path):
     assert "critic rank 0" in (tmp_path / "critic-0.log").read_text()
 
 
+@pytest.mark.slow
 def test_engines_that_share_devices_spread_over_them(connect):
     """With simulated NPUs: two engines and a trainer do not fit on one device."""
     assert wait_until(lambda: free_npus() == 4, 10)
@@ -52,6 +53,7 @@ def test_processes_without_devices_start_beyond_the_number_of_cpus(connect):
     assert connect(1, 1, npus=False)._devices.next_engine(1)
 
 
+@pytest.mark.slow
 def test_a_process_not_started_by_ray_is_named(connect, monkeypatch):
     """Processes reserve more of a device than it has, for which Ray would wait forever."""
     from megarl.cluster.ray import devices as ray_devices

@@ -8,6 +8,7 @@ import pytest
 
 from megarl.cluster import WorkerFailed
 from tests.support.cluster_workers import alive, wait_until
+from tests.support.slow import slow_except
 
 pytestmark = pytest.mark.stack
 
@@ -55,12 +56,25 @@ def test_results_by_rank_and_ends(start):
 
 @pytest.mark.parametrize(
     ("worker", "method", "arguments", "message"),
-    [
-        ("Reducer", "die_in_collective", (1,), r"trainer rank 1 on .* \(pid \d+\) died: its process ended without a"),
-        ("Reducer", "raise_in_collective", (2,), r"trainer rank 2 on .* failed: ValueError: this rank has had enough"),
-        ("Echo", "raise_on", (0, "no luck"), r"trainer rank 0 on .* failed: ValueError: no luck"),
-        ("Echo", "raise_everywhere", (), r"ValueError: all(.|\n)*2 other ranks failed alike"),
-    ],
+    slow_except(
+        lambda item: item[1] == "die_in_collective",
+        [
+            (
+                "Reducer",
+                "die_in_collective",
+                (1,),
+                r"trainer rank 1 on .* \(pid \d+\) died: its process ended without a",
+            ),
+            (
+                "Reducer",
+                "raise_in_collective",
+                (2,),
+                r"trainer rank 2 on .* failed: ValueError: this rank has had enough",
+            ),
+            ("Echo", "raise_on", (0, "no luck"), r"trainer rank 0 on .* failed: ValueError: no luck"),
+            ("Echo", "raise_everywhere", (), r"ValueError: all(.|\n)*2 other ranks failed alike"),
+        ],
+    ),
 )
 def test_the_rank_that_failed_is_named_within_seconds(start, worker, method, arguments, message):
     _, group, pids = start(worker)
@@ -72,6 +86,7 @@ def test_the_rank_that_failed_is_named_within_seconds(start, worker, method, arg
     assert wait_until(lambda: not any(map(alive, pids + relays)), 5)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_the_others_compute_is_named_at_once(start):
     _, group, pids = start("Echo")
     began = time.monotonic()
@@ -80,6 +95,7 @@ def test_a_rank_that_dies_while_the_others_compute_is_named_at_once(start):
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 def test_an_idle_rank_that_dies_is_named(start):
     cluster, group, pids = start("Echo", essential=False)
     cluster.check()
@@ -90,6 +106,7 @@ def test_an_idle_rank_that_dies_is_named(start):
     assert not any(map(alive, pids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("idle", [True, False])
 def test_a_relay_that_dies_is_named(start, idle):
     cluster, group, pids = start("Echo")
@@ -107,6 +124,7 @@ def test_a_relay_that_dies_is_named(start, idle):
     assert wait_until(lambda: not any(map(alive, pids + relays)), 5)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_with_its_relay_is_named(start):
     """The loss of a machine ends all its processes."""
     _, group, pids = start("Echo")
@@ -117,6 +135,7 @@ def test_a_rank_that_dies_with_its_relay_is_named(start):
         group.call("sleep", 1.0)
 
 
+@pytest.mark.slow
 def test_a_relay_that_is_stopped_is_named(start, monkeypatch):
     from megarl.cluster import sigstop_watch
 

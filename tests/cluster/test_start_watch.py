@@ -152,6 +152,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     return holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("essential", [True, False])
 def test_an_engine_stopped_in_its_first_second_is_named(connect, monkeypatch, stop_first, essential: bool) -> None:  # type: ignore[no-untyped-def]
     """It was noticed only after the 300 s that Ray has to start a process."""

@@ -63,12 +63,14 @@ def reports(model_type: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return report(""), report("import torch")
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_loaded_without_torch(reports, model_type):
     without, after = reports
     assert (without["loaded"], after["loaded"]) == (model_type == "llama", True)
     assert without["ids"] == after["ids"]
 
 
+@pytest.mark.slow
 def test_nothing_of_transformers_is_missing_afterwards(reports):
     """If another version of transformers fails here, add the names to `NEED_TORCH`, and change `VERSION`."""
     without, after = reports

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "agent_loops.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the example as written: the module, the recipe's section, and the process of a sample."""
     code, recipe = (re.search(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("python", "yaml"))

@@ -22,6 +22,7 @@ from megarl.cli import app
 from megarl.rewards import ScoreRequest, find, score
 from megarl.types import Turn
 from tests.support.docs_pages import broken_links
+from tests.support.slow import slow_except
 from tests.support.tutorials import forget_user_functions
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +52,7 @@ def test_the_page_lists_every_project_and_file() -> None:
         assert f"]({project}/{code})" in text and f"]({project}/recipe.yaml)" in text
 
 
-@pytest.mark.parametrize("project", PROJECTS)
+@pytest.mark.parametrize("project", slow_except("own_reward".__eq__, PROJECTS))
 def test_it_plans(project: str, quickstart_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`plan` imports the project's module, checks the settings together, and counts the memory."""
     model = ["--model", str(quickstart_data / "model")]

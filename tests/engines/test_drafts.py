@@ -80,6 +80,7 @@ def places_in_distribution(model, request, samples):
     return np.sort(np.concatenate(places))
 
 
+@pytest.mark.slow
 def test_samples_are_the_policys_and_the_draft_is_the_checkpoints(process, path, tmp_path):
     info = process.start(spec(path, load_weights=False, engine_args=SPECULATION))
     model, sender = load_model(path), full_sender(process, info)

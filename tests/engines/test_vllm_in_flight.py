@@ -132,6 +132,7 @@ def test_kept_requests_continue_and_no_old_prefix_is_reused(process: EngineProce
         process.shutdown()
 
 
+@pytest.mark.slow
 def test_a_kept_cache_is_recomputed_when_it_is_too_old(process: EngineProcess, tmp_path: Path) -> None:
     """The first update leaves caches that are one version old, the second would leave them two versions old."""
     engine = InFlight(process, tmp_path, at_update="keep", refresh_after=2)

@@ -148,6 +148,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     thread.join()
 
 
+@pytest.mark.slow
 def test_the_groups_of_an_engine_move_to_another(
     processes: list[EngineProcess],
     quickstart_data: Path,

@@ -103,7 +103,7 @@ class TestData:
         use_hub(monkeypatch, server.url, home, offline=True)
         assert self.pin("hf://openai/gsm8k/main/train") == online
 
-    @pytest.mark.parametrize("has_list", [True, False])
+    @pytest.mark.parametrize("has_list", [pytest.param(True, marks=pytest.mark.slow), False])
     def test_a_part_of_a_split_in_the_cache(
         self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch, has_list: bool
     ) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.activations_cases import case, config_of
 
 CASES = [
@@ -16,6 +18,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_a_pass_copies_nothing_from_the_device(tmp_path: Path) -> None:
     """Token counts per expert are already on the host, where Megatron's all-to-all needs them."""
     for reads_case in CASES:

@@ -43,7 +43,7 @@ def results(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 
 pytestmark = pytest.mark.timeout(1600)
-EACH = pytest.mark.parametrize("case", [name for name, *_ in CASES])
+EACH = pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.slow) for name, *_ in CASES])
 
 
 def values(steps: list[dict[str, Any]], name: str) -> list[Any]:

@@ -82,6 +82,7 @@ def small_package(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 def test_the_process_reads_names_and_values(small_package: str) -> None:
     config = {"architectures": ["SmallForCausalLM"], "num_hidden_layers": 3, "rope_parameters": {"rope_theta": 5.0}}

@@ -59,6 +59,7 @@ def run(tmp_path: Path, processes: int, cases: list[dict[str, Any]]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_data_parallel_ranks_with_experts(tmp_path: Path) -> None:
     off, on = case("qwen3_moe", "off", {}), case("qwen3_moe", "on", BOTH | SMALL)
     run(tmp_path, 2, [off, on])

@@ -42,6 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [("moe", "tp-ep"), ("dp", "one")], ids=lambda pair: pair[1])
 def test_another_layout_has_the_same_reference(results: Path, pair: tuple[str, str]) -> None:
     """The worker asserts that a checkpoint holds the reference policy, and that a resumed trainer has it bit for bit."""

@@ -93,6 +93,7 @@ def read(results: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.stack
+@pytest.mark.slow
 def test_replayed_routing_is_followed_at_every_layout(results: Path) -> None:
     results_of_case, inputs = read(results, "given"), read(results, "inputs")
     experts, tokens = inputs["experts"].long().split(LENGTHS), inputs["tokens"]
@@ -112,6 +113,7 @@ def test_replayed_routing_is_followed_at_every_layout(results: Path) -> None:
 
 
 @pytest.mark.stack
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["recorded", "recorded-tp2-ep2"])
 def test_recorded_routing_narrows_the_importance_ratio(results: Path, name: str) -> None:
     """After an update, importance ratios are nearer to 1 with the recorded routing than without it."""
@@ -128,6 +130,7 @@ def test_recorded_routing_narrows_the_importance_ratio(results: Path, name: str)
 
 
 @pytest.mark.stack
+@pytest.mark.slow
 def test_replaying_the_engines_routing_narrows_the_gap_of_bfloat16(results: Path) -> None:
     """A float32 model stands for the engine, the trainer computes in bfloat16: nearly tied experts flip."""
     result, engine = read(results, "bf16"), read(results, "engine")["log_probs"]

@@ -32,7 +32,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return {name: [torch.load(folder / f"{name}.{rank}") for rank in range(count)] for name, count, *_ in CASES}
 
 
-EACH = pytest.mark.parametrize("case", [name for name, *_ in CASES])
+EACH = pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.slow) for name, *_ in CASES])
 
 
 def of(results: dict[str, list[Any]], case: str, part: str, key: str) -> list[Any]:

@@ -68,6 +68,7 @@ def test_classes_of_processes_are_imported_without_collector(tmp_path: Path, mon
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_trainers_import_megatron_without_collector():
     """The collector's callbacks report each collection; none happens while Megatron is imported, which makes 500,000 objects."""
     script = """

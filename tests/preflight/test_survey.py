@@ -65,7 +65,7 @@ def test_every_command_prints_all_errors_of_values(command: str, capsys: pytest.
     assert all(f"\n  key    {key} = " in text for key in KEYS)
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "doctor"])
+@pytest.mark.parametrize("command", ["train", "plan", pytest.param("doctor", marks=pytest.mark.slow)])
 def test_every_command_prints_errors_of_settings_and_models(
     command: str, quickstart_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

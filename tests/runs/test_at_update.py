@@ -49,6 +49,7 @@ def check_gaps(directory: Path) -> None:
     assert gaps and min(map(max, gaps.values())) > EXACT
 
 
+@pytest.mark.slow
 def test_requests_continue_with_refreshed_caches(refreshed: Path) -> None:
     lines = metrics(refreshed)
     assert max(line["rollout/spans_mean"] for line in lines) > 1, "no update met a running request"
@@ -59,6 +60,7 @@ def test_requests_continue_with_refreshed_caches(refreshed: Path) -> None:
     assert spans and all(each[0][0] == 0 and each == sorted(each) for each in spans)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_unfinished_groups(refreshed: Path, quickstart_data: Path, tmp_path: Path) -> None:
     """Tokens of the checkpoint keep their log-probs and versions, and the resumed policy samples the rest."""
     for step in (1, 2, 3):  # saved while groups ran
@@ -88,6 +90,7 @@ def test_requests_continue_with_kept_caches(quickstart_data: Path, tmp_path: Pat
     assert max(line.get("rollout/logprob_gap_by_lag/0", 0.0) for line in lines) > EXACT, "the KV cache was recomputed"
 
 
+@pytest.mark.slow
 def test_each_engine_finishes_its_requests_before_it_loads_weights(quickstart_data: Path, tmp_path: Path) -> None:
     """A sample has one version, and an evaluation the newest. Two engines load in turn."""
     engines = ["rollout.engines=2", "rollout.at_update=finish", "evaluation.every=2"]

@@ -59,6 +59,7 @@ def whole(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return runs / "whole"
 
 
+@pytest.mark.slow
 def test_a_background_checkpoint_resumes_in_another_layout(whole: Path, quickstart_data: Path) -> None:
     """The newest checkpoint is damaged, the previous incomplete: the run resumes from step 2, on one trainer, with notices."""
     assert checkpoints(whole) == names(1, 2, 3, 4)

@@ -37,6 +37,7 @@ def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_json_prints_events_alone(quickstart_data: Path, tmp_path: Path, chatty: list[str]) -> None:
     more = [*SMALL, *chatty, "train.steps=2", "evaluation.every=2", "evaluation.limit=4"]
     done = train(tmp_path, "recipes/quickstart.yaml", *settings(quickstart_data, tmp_path, "events", *more), "--json")
@@ -53,6 +54,7 @@ def test_json_prints_events_alone(quickstart_data: Path, tmp_path: Path, chatty:
     assert Path(end["report"]).is_file() and Path(end["model"]) == run / "hf"
 
 
+@pytest.mark.slow
 def test_quiet_prints_the_end(quickstart_data: Path, tmp_path: Path, chatty: list[str]) -> None:
     more = [*SMALL, *chatty, "train.steps=1", "train.export_at_end=false"]
     done = train(tmp_path, "recipes/quickstart.yaml", *settings(quickstart_data, tmp_path, "quiet", *more), "--quiet")

@@ -35,6 +35,7 @@ def started(quickstart_data: Path, tmp_path: Path):
             training.process.wait()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_processes_within_ten_seconds(started) -> None:
     training = started("interrupted")
     training.wait_for_steps(2)
@@ -92,10 +93,8 @@ def test_sigterm_saves_and_ends_all_processes_with_a_message(started) -> None:
     assert_ended(processes)
 
 
-@pytest.mark.parametrize(
-    ("role", "words"),
-    [("engine0", "engine0"), pytest.param("trainer rank 0", "trainer-0", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("role", "words"), [("engine0", "engine0"), ("trainer rank 0", "trainer-0")])
 def test_a_killed_process_is_named_within_seconds(started, role: str, words: str) -> None:
     training = started("killed")
     training.wait_for_steps(2)
@@ -111,9 +110,8 @@ def test_a_killed_process_is_named_within_seconds(started, role: str, words: str
     assert_ended(processes)
 
 
-@pytest.mark.parametrize(
-    ("scorer", "words"), [("raises", "no such luck"), pytest.param("not_a_number", "nan", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("scorer", "words"), [("raises", "no such luck"), ("not_a_number", "nan")])
 def test_a_broken_reward_ends_the_run_with_its_cause(
     quickstart_data: Path, tmp_path: Path, scorer: str, words: str
 ) -> None:

@@ -50,6 +50,7 @@ RULES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("settings", RULES, ids=" ".join)
 def test_a_killed_engine_starts_again_while_the_run_goes_on(started: Callable[..., Run], settings: list[str]) -> None:

@@ -69,6 +69,7 @@ def test_an_unknown_argument_is_refused(clone: Path) -> None:
     assert done.returncode == 2 and "unknown argument --upload" in done.stderr
 
 
+@pytest.mark.slow
 def test_wheel_and_sdist_of_a_tag(clone: Path) -> None:
     """The wheel comes from the sdist, without untracked files, and its commands run in a new environment."""
     (clone / "megarl" / "untracked.py").write_text("")

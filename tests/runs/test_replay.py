@@ -61,6 +61,7 @@ def assert_repeats(run_directory: Path, starts: int = 1) -> None:
     assert without_times(metrics(again)) == without_times(metrics(run_directory))
 
 
+@pytest.mark.slow
 def test_a_replay_is_bit_equal(quickstart_data: Path, tmp_path: Path) -> None:
     # 8 steps: an update must meet a running request, which depends on the machine's load.
     assert_repeats(recorded(quickstart_data, tmp_path, "train.steps=8", "rollout.at_update=refresh"))

@@ -79,6 +79,7 @@ OWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_raises_the_letters_reward(recipe: Path, quickstart_data: Path, tmp_path: Path) -> None:
     name = recipe.stem

@@ -137,6 +137,7 @@ class TestReference:
         assert (reference / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_is_bit_identical(reference: Path, quickstart_data: Path, tmp_path: Path) -> None:
     """SIGKILL after step 2, over Ray: no process survives, and the resumed run writes bit-identical metrics."""
     more = ["train.steps=4", *LOSS_TERMS]
@@ -160,6 +161,7 @@ def test_a_killed_and_resumed_run_is_bit_identical(reference: Path, quickstart_d
     assert without_times(metrics(run_dir)) == without_times(metrics(reference))
 
 
+@pytest.mark.slow
 def test_torchrun_gives_the_same_run(reference: Path, quickstart_data: Path, tmp_path: Path) -> None:
     more = ["train.steps=3", *LOSS_TERMS, "evaluation.at_end=false"]
     run_dir = trained(quickstart_data, tmp_path, "torchrun", *more, torchrun=2)

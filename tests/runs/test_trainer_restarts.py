@@ -65,6 +65,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("more", KINDS.values(), ids=KINDS)
 def test_a_trainer_that_dies_leaves_the_numbers_of_a_run_equal(

@@ -72,6 +72,7 @@ def test_a_first_recipe(site: Path, folder: Path) -> None:
     assert done.returncode == 0 and (folder / "first.yaml").is_file(), done.stderr
 
 
+@pytest.mark.slow
 def test_plan(site: Path, folder: Path) -> None:
     """`plan` reads package data: a published config.json, devices.yaml, templates and the statistics of published runs."""
     page = folder / "plan.html"

@@ -244,6 +244,7 @@ def test_evaluations_do_not_change_training(results: Path, case: dict[str, Any])
     assert all(torch.equal(evaluated[key], tensor) for key, tensor in plain.items())
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 def test_a_run_writes_its_evaluation_loss(quickstart_data: Path, tmp_path: Path) -> None:
     """The command line writes the loss to metrics, console, summary and report."""

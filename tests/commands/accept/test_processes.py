@@ -62,6 +62,7 @@ def look_at(stages: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     assert read_calibration(calibration).device == "CPU"
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 @pytest.mark.timeout(1800)
 def test_all_stages(tmp_path):
@@ -77,6 +78,7 @@ def test_all_stages(tmp_path):
     assert {"verdict.md", "6-rl_step/runs/colocated/profile/step_2/rank0.json.gz"} <= packed
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 def test_late_rank_is_named_across_processes(tmp_path, monkeypatch):
     plant(monkeypatch, "megarl.commands.accept.collective_rank", "faults_of_processes:late_collective")

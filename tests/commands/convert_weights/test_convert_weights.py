@@ -185,6 +185,7 @@ def test_folders_in_use_and_full_disks_are_refused(
         convert(model, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_memory_use_is_independent_of_the_file_size(tmp_path: Path) -> None:
     """A file of 384 MiB, 512 MiB when converted, with 200 MiB of address space beyond what the imports take."""
     folder = tmp_path / "large"

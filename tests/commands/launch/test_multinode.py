@@ -171,6 +171,7 @@ def test_a_single_node_runs_the_command_directly(node):
     assert (output, process.returncode) == ("", 5)
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 def test_a_single_node_with_a_number_of_devices_starts_ray_with_them(node):
     """The remedy where Ray counts too few devices."""
@@ -218,6 +219,7 @@ def test_a_node_that_does_not_join_is_named(node):
     assert member.wait(30) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 def test_ctrl_c_on_the_head_ends_both_nodes(node):
     head, member = node(0, "sleep", "1000"), node(1, "true")

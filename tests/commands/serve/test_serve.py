@@ -113,6 +113,7 @@ def server(quickstart_data: Path, tmp_path: Path, rank: int) -> Iterator[Server]
         server.process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 def test_a_loop_over_http_learns_and_ctrl_c_ends_every_process(server: Server, rank: int) -> None:
     """Two data-parallel trainers over Ray, and an engine. The engine's log-probs equal the trainers'."""
