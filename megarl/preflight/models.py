@@ -110,9 +110,9 @@ def _hub_model(key: str, text: str) -> hub.HubName | None:
 
 
 def _fetch_config(key: str, name: hub.HubName) -> str:
-    """Return the folder of a hub model's config.json and tokenizer in the cache, fetched without the weights."""
+    """Return the folder of a hub model's config.json in the cache, which alone is fetched if it is missing."""
     try:
-        return str(hub.model_folder(name, weights=False))
+        return str(hub.config_folder(name))
     except hub.HubError as error:
         remedy = f"{error.remedy}; to plan without it, add a line `# Shape: NAME` with a published model to the recipe"
         raise NotHereError(key, error.problem, remedy, value=str(name)) from error

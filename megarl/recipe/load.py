@@ -21,9 +21,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.errors import ReadingError, RecipeError, command_name
-from megarl.recipe.former_names import with_present_names
+from megarl.recipe.former_names import suggestion, with_present_names
 from megarl.recipe.hub_inputs import with_hub_names
 from megarl.recipe.key import choices_of, is_text, section_types, type_name, type_of, without_none
+from megarl.recipe.paths import missing_base
 from megarl.recipe.schema import Recipe
 from megarl.registry import nearest
 
@@ -142,7 +143,10 @@ def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[tuple[Path,
             raise RecipeError(
                 "base", "a base must be a file name", "write base: other.yaml", value=base, origin=str(path)
             )
-        yield from _file_layers(path.parent / base, (*children, path))
+        file = path.parent / base
+        if len(file.name) <= LONGEST_NAME and not file.is_file():
+            raise missing_base(base, path)
+        yield from _file_layers(file, (*children, path))
     yield path, OmegaConf.create(content)
 
 
@@ -338,7 +342,7 @@ def _sort_keys(
     for name, value in content.items():
         dotted = f"{prefix}{name}"
         if name not in types:
-            remedy = _suggestion(str(name), prefix, types)
+            remedy = suggestion(str(name), prefix, types, tuple(all_keys()), value)
             yield ReadingError(dotted, "unknown key", remedy, value=value, origin=origin)
         elif not dataclasses.is_dataclass(types[name]):
             value = yield from _with_declared_keys(value, types[name], dotted, origin)
@@ -365,15 +369,6 @@ def _with_declared_keys(value: Any, kind: Any, dotted: str, origin: str) -> Gene
             yield from _sort_keys(content, typing.cast("type", section), f"{dotted}.{name}.", origin, [])
             sections[name] = {key: item for key, item in content.items() if key in types}
     return sections
-
-
-def _suggestion(name: str, prefix: str, types: Mapping[str, Any]) -> str:
-    elsewhere = [dotted for dotted in all_keys() if dotted.rsplit(".", 1)[-1] == name]
-    close = f"{prefix}{nearest(name, types)}" if nearest(name, types) else None
-    meant = [*elsewhere[:3], *([close] if close and close not in elsewhere else [])]
-    if meant:
-        return f"did you mean {' or '.join(meant)}?"
-    return f"keys here: {', '.join(types)}"
 
 
 def all_keys(section: type = Recipe, prefix: str = "") -> Iterator[str]:

@@ -50,6 +50,7 @@ def test_a_setting_as_a_block(capsys: pytest.CaptureFixture[str]) -> None:
         ("rollout.top*", ["rollout.top_p", "rollout.top_k"]),
         ("top*", None),  # a pattern with * is of the whole name, and no meaning has it
         ("DingTalk", ["observe.alerts.format"]),  # no name has it, a meaning does
+        ("learning_rate", ["actor.optimizer.lr"]),  # of other frameworks
     ],
 )
 def test_patterns(pattern: str, expected: list[str] | None, capsys: pytest.CaptureFixture[str]) -> None:

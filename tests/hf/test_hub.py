@@ -247,6 +247,19 @@ class TestRefusals:
         assert hub.config_folder(model("org/tiny")).is_dir()
         assert "HF_HUB_OFFLINE is set, and org/tiny is not complete in the cache" in refused("org/tiny")
 
+    def test_offline_without_the_config(self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A check of config.json does not need the weights, and names the command for this file."""
+        use_hub(monkeypatch, server.url, home, offline=True)
+        with pytest.raises(hub.HubError, match=r"config\.json of org/tiny@v1 is not in the cache") as error:
+            hub.config_folder(model("org/tiny@v1"))
+        assert "`hf download org/tiny config.json --revision v1`" in error.value.remedy
+        use_hub(monkeypatch, server.url, home)
+        server.model("org/tiny").commit(MODEL)
+        (hub.config_folder(model("org/tiny")) / "config.json").unlink()
+        use_hub(monkeypatch, server.url, home, offline=True)
+        with pytest.raises(hub.HubError, match=r"config\.json of org/tiny is not in the cache"):
+            hub.config_folder(model("org/tiny"))
+
     def test_no_network(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         use_hub(monkeypatch, "http://127.0.0.1:9", home)
         text = refused("org/tiny")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,34 @@ def test_missing_recipe_names_the_nearest(folder: Path) -> None:
     with pytest.raises(RecipeError) as error:  # all names end in .yaml, which says nothing
         load_recipe(folder / "nope.yaml")
     assert "did you mean" not in str(error.value)
+
+
+def test_a_base_of_a_copied_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a recipe of megarl leaves its base files behind."""
+    (tmp_path / "copies").mkdir()
+    monkeypatch.chdir(tmp_path)
+    copy = Path("copies/mine.yaml")
+    copy.write_text((RECIPES / "cuda" / "grpo_qwen3_8b.yaml").read_text())
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(copy)
+    error = caught.value
+    assert (error.key, error.value, error.origin) == ("base", "../base/cuda/rl.yaml", "copies/mine.yaml")
+    assert f"the file {tmp_path / 'base/cuda/rl.yaml'} does not exist" in error.problem
+    assert "relative to the folder of the file that names it" in error.problem
+    shipped = RECIPES / "base" / "cuda" / "rl.yaml"
+    assert f"write base: {shipped};" in error.remedy
+    copy.write_text(copy.read_text().replace("base: ../base/cuda/rl.yaml", f"base: {shipped}"))
+    assert load_recipe(copy).name == load_recipe(RECIPES / "cuda" / "grpo_qwen3_8b.yaml").name
+
+
+@pytest.mark.parametrize(
+    ("base", "remedy"), [("base/lrr.yaml", "did you mean .*/base/lr.yaml"), ("recipes.yaml", "^write a path")]
+)
+def test_another_missing_base(folder: Path, base: str, remedy: str) -> None:
+    """The file itself is no remedy."""
+    (folder / "recipe.yaml").write_text(f"base: {base}\n")
+    error = refused(folder)
+    assert error.key == "base" and re.search(remedy, error.remedy)
 
 
 def test_every_key_is_documented() -> None:

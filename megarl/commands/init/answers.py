@@ -92,6 +92,7 @@ def check_files(text: str) -> tuple[str, ...]:
     if not files:
         raise ValueError("name at least one file or data set")
     for file in files:
+        hub.data_name(file)  # refuses a name without a split
         if "://" in file and not file.startswith(hub.PREFIX):
             raise ValueError(
                 f"{file} is neither a file on this machine nor a data set on the hub ({hub.PREFIX}...): copy it here"

@@ -13,7 +13,9 @@ import typer
 from megarl.atomic_files import check_new
 from megarl.commands.init import answers as checks
 from megarl.commands.init.answers import ROWS, TASKS, Answers
+from megarl.commands.init.hub_rows import columns_of, columns_remark, scorer_of
 from megarl.commands.init.layout import first_layout
+from megarl.commands.init.published_models import published_name, quantized_notice, recipes_notice
 from megarl.commands.init.text import recipe_text
 from megarl.errors import InputError, NotHereError, RecipeError, all_of, as_input_error, command_name
 from megarl.hf import hub
@@ -97,7 +99,8 @@ def _answers(options: InitOptions, ask: bool) -> Answers:
     machines = answer("devices", "Devices (e.g. 8 H100, 2 cpu)", checks.devices_here())
     reward = None
     if checks.samples(task):
-        reward = answer("reward", "Reward (a scorer such as gsm8k or math, your module:function, or rows)", ROWS)
+        question = "Reward (a scorer such as gsm8k or math, your module:function, or rows)"
+        reward = answer("reward", question, scorer_of(files) or ROWS)
     return Answers(task, model, files, machines, reward)
 
 
@@ -145,8 +148,8 @@ def _checked_text(file: Path, answers: Answers) -> tuple[str, list[str]]:
 def _text(file: Path, draft: Path, answers: Answers) -> tuple[str, list[str]]:
     """Return the text of the recipe `file`, and notices. `draft`: a temporary file, which the checks read."""
 
-    def write(context: int | None, layout: dict[str, Any]) -> str:
-        text = recipe_text(file, answers, context, layout)
+    def write(context: int | None, layout: dict[str, Any], *remarks: str) -> str:
+        text = recipe_text(file, answers, context, layout, remarks)
         draft.write_text(text, encoding="utf-8")
         return text
 
@@ -155,14 +158,28 @@ def _text(file: Path, draft: Path, answers: Answers) -> tuple[str, list[str]]:
     context = context_length(model) if model is not None else None
     write(context, {})
     layout, notice = first_layout(draft, answers.machines, model)
-    text = write(context, layout)
+    guesses = (
+        None if unread is None else f"no config.json of {answers.model} here, so the lengths and the layout are guesses"
+    )
+    text = write(context, layout, *(line for line in (guesses, notice) if line is not None))
     load_recipe(draft)
     notices = [notice] if notice is not None else []
     if unread is not None:
         notices.append(
-            f"the config.json of {answers.model} cannot be read here, so the lengths and the layout are guesses: {unread}"
+            f"{guesses}, and `plan` needs it: {unread}. Then write the recipe anew: its lengths and layout will fit the model"
         )
+    if model is not None:
+        notices += _notices_of_published(answers, model, has_notice=notice is not None)
     return text, notices
+
+
+def _notices_of_published(answers: Answers, config: dict[str, Any], *, has_notice: bool) -> list[str]:
+    """Return notices about the published model that the answer names or describes. has_notice: the layout has one, too."""
+    name = published_name(answers.model, config)
+    if name is None:
+        return []
+    recipes = recipes_notice(name, answers.machines.kind) if has_notice else None
+    return [line for line in (quantized_notice(answers.model, name), recipes) if line is not None]
 
 
 def _model_config(path: str, draft: Path) -> tuple[dict[str, Any] | None, str | None]:
@@ -173,10 +190,11 @@ def _model_config(path: str, draft: Path) -> tuple[dict[str, Any] | None, str | 
     try:
         config = config_of(path, draft)
     except NotHereError as error:
-        refusal = error.__cause__
-        if isinstance(refusal, hub.HubError) and refusal.is_definite:
+        refusal = error.__cause__  # without the remedy for recipes
+        assert isinstance(refusal, hub.HubError), "the answer is a folder or a name on the hub"
+        if refusal.is_definite:
             raise RecipeError(POLICY, refusal.problem, refusal.remedy, value=path) from error
-        return None, error.problem
+        return None, str(refusal)
     check_known_model(config, POLICY, path)
     return config, None
 
@@ -192,6 +210,11 @@ def _remarks(answers: Answers) -> list[str]:
     source = (answers.reward or "").partition(":")[0]
     if source.endswith(".py") and not Path(source).exists():
         remarks.append(f"not found yet: {source}, which `plan` and `train` import")
-    if answers.reward == ROWS:
+    columns = columns_of(answers.task, answers.files)
+    if (remark := columns_remark(answers.task, answers.files, columns)) is not None:
+        remarks.append(remark)
+    if answers.reward == ROWS and (scorer := scorer_of(answers.files)) is not None:
+        remarks.append(f"these rows have no data_source, which selects a scorer: add reward: {{function: {scorer}}}")
+    elif answers.reward == ROWS:
         remarks.append("each row's data_source selects its scorer: docs/rewards.md has the list")
     return remarks

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.commands.init.answers import Machines
 from megarl.errors import pluralize
-from megarl.hf.shape import ModelShape
+from megarl.hf.shape import ModelShape, model_shape
 from megarl.platform.device_table import Device
 from megarl.preflight.load import load_recipe
+from megarl.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from megarl.commands.plan.search.layouts import EngineLayout
 
 _MOST_TRAINER = 0.7  # of the device, for the lower bound of a trainer's memory: activations and libraries come on top
 _MOST_TIGHT = 0.9  # the same, if no layout leaves that much: `plan` counts exactly whether the rest is enough
 _TIGHT_MARGIN = 0.02  # of the device: layouts that differ by less count as equally small
 _MOST_ENGINE = 0.45  # of the device, for an engine's weights: the rest is for its cache, and for what trainers keep
 _WEIGHT_BYTES = 2  # bfloat16
+_STATE_BYTES = 18  # per trained parameter: weights 2, gradients 4, master weights and moments 12
 
 
 def first_layout(
@@ -39,65 +44,106 @@ def first_layout(
         return guess, None
     device = replace(machines.device, per_node=machines.per_node)
     settings = [f"{key}={value}" for key, value in guess.items()]
-    chosen = _chosen(load_recipe(recipe_file, settings, check=False), model, device)
-    if chosen is None:
-        return guess, (
-            f"no layout fits {pluralize(machines.devices, 'device')} by arithmetic: use more devices, or a smaller model. Not tried: "
-            "groups of engines, and optimizer states outside the devices, as in the recipes of docs/supported_recipes.md"
-        )
-    layout, peak = chosen
-    if peak <= _MOST_TRAINER:
-        return guess | layout, None
-    return guess | layout, (
-        f"memory is tight: this layout, one of the smallest, takes at least {peak:.0%} of each {device.name} before most "
+    recipe = load_recipe(recipe_file, settings, check=False)
+    best = _best(recipe, model, device)
+    if best is None:
+        return guess, _no_room(recipe, model, device, None)
+    layout = guess | _changes(recipe, best.recipe)
+    if not best.fits:
+        return layout, _no_room(recipe, model, device, best)
+    if best.peak <= _MOST_TRAINER:
+        return layout, None
+    return layout, (
+        f"memory is tight: this layout, one of the smallest, takes at least {best.peak:.0%} of each {device.name} before most "
         "activations. `megarl plan` counts the rest"
     )
 
 
-def _chosen(recipe: Any, model: dict[str, Any], device: Device) -> tuple[dict[str, Any], float] | None:
-    """Return the settings of a layout, and the lower bound of its memory as a share of the device; None: none fits.
+class _Candidate(NamedTuple):
+    """A recipe with a layout, and lower bounds of its memory, as shares of the device."""
 
-    It is the fastest by estimate among the layouts that leave room, else among the smallest ones.
+    recipe: Recipe
+    peak: float  # of a trainer
+    engine: float  # an engine's weights; 0: nothing is sampled
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= _MOST_TIGHT and self.engine <= _MOST_ENGINE
+
+
+def _best(recipe: Recipe, model: dict[str, Any], device: Device) -> _Candidate | None:
+    """Return the fastest layout by estimate that leaves room, else the fastest of the smallest ones that fit.
+
+    If none fits, the smallest one; None: no layout divides the model.
     """
     from megarl.commands.plan.search import layouts as space
     from megarl.commands.plan.search.fits import Subject
     from megarl.commands.plan.search.lower_bound import min_peak_bytes
 
     subject = Subject(recipe, model, None, device)
-    shape, limit = subject.shape, subject.limit
-    fitting = (
-        engines
+    shares = {
+        engines: _engine_bytes(subject.shape, engines) / subject.limit if recipe.train.source == "rollout" else 0.0
         for engines in space.engine_layouts(recipe, model, device.per_node)
-        if recipe.train.source != "rollout" or _engine_bytes(shape, engines) <= _MOST_ENGINE * limit
+    }
+    if not shares:
+        return None
+    fitting = [engines for engines, share in shares.items() if share <= _MOST_ENGINE]
+    engines = min(
+        fitting or shares, key=lambda each: (not fitting and shares[each], each.data_parallel, each.tensor_parallel)
     )
-    engines = min(fitting, key=lambda each: (each.data_parallel, each.tensor_parallel), default=None)
-    if engines is None:
-        return None
-    candidates: list[tuple[float, Any]] = []
+    candidates = []
     for layout in space.layouts(recipe, model, device.per_node):
-        if layout.virtual_pipeline is not None:
-            continue
-        candidate = space.apply_choice(recipe, replace(space.choice_of(recipe), layout=layout, engines=engines))
-        peak = min_peak_bytes(candidate, shape) / limit
-        if peak <= _MOST_TIGHT and space.refusal(candidate, model) is None:
-            candidates.append((peak, candidate))
-    if not candidates:
-        return None
-    most = max(_MOST_TRAINER, min(peak for peak, _ in candidates) + _TIGHT_MARGIN)
-    peak, best = min((each for each in candidates if each[0] <= most), key=lambda each: subject.step_seconds(each[1]))
-    return _changes(recipe, best, space.VARIED), peak
+        if layout.virtual_pipeline is None:
+            candidate = space.apply_choice(recipe, replace(space.choice_of(recipe), layout=layout, engines=engines))
+            peak = min_peak_bytes(candidate, subject.shape) / subject.limit
+            candidates.append(_Candidate(candidate, peak, shares[engines]))
+    candidates.sort(key=lambda each: each.peak)
+
+    def is_valid(candidate: _Candidate) -> bool:
+        return space.refusal(candidate.recipe, model) is None
+
+    smallest = next(filter(is_valid, candidates), None)
+    if smallest is None or not smallest.fits:
+        return smallest
+    most = min(_MOST_TIGHT, max(_MOST_TRAINER, smallest.peak + _TIGHT_MARGIN))
+    near = [each for each in candidates if each.peak <= most]
+    near.sort(key=lambda each: subject.step_seconds(each.recipe))
+    return next(filter(is_valid, near))  # checks cost more than estimates
 
 
-def _changes(recipe: Any, candidate: Any, keys: Iterable[str]) -> dict[str, Any]:
+def _no_room(recipe: Recipe, model: dict[str, Any], device: Device, smallest: _Candidate | None) -> str:
+    """Return the notice that no layout fits: what the model needs, and what the written layout is."""
+    total, devices, limit = model_shape(model).total, recipe.cluster.trainers, device.memory * 2**30
+    state = _STATE_BYTES * total
+    nodes = math.ceil(state / (_MOST_TIGHT * limit) / device.per_node)
+    text = (
+        f"no layout fits {pluralize(devices, 'device')} by arithmetic: weights, gradients and optimizer states of "
+        f"{total / 1e9:.1f} billion parameters take {state / 2**30:,.0f} GiB"
+    )
+    if nodes * device.per_node > devices:
+        text += f", at least {nodes} x {device.per_node} {device.name}"
+    if recipe.train.source == "rollout":
+        spread = math.ceil(_WEIGHT_BYTES * total / (_MOST_ENGINE * limit))
+        text += f"; an engine, or a group of engines with experts, needs at least {pluralize(spread, 'device')} for weights and cache"
+    if smallest is not None:
+        text += f". The recipe has the smallest layout, which takes at least {smallest.peak:.0%} of each device for training"
+        text += f" and {smallest.engine:.0%} for an engine's weights" if smallest.engine else ""
+    return f"{text}. Use more devices, or a smaller model. Not tried: optimizer states outside the devices (docs/supported_recipes.md)"
+
+
+def _changes(recipe: Recipe, candidate: Recipe) -> dict[str, Any]:
     """Return the settings of `candidate` that differ from the recipe's, by dotted key."""
+    from megarl.commands.plan.search.layouts import VARIED
 
-    def value(owner: Any, key: str) -> Any:
+    def value(owner: Recipe, key: str) -> Any:
         section, field = key.split(".")
         return getattr(getattr(owner, section), field)
 
-    return {key: value(candidate, key) for key in keys if value(candidate, key) != value(recipe, key)}
+    return {key: value(candidate, key) for key in VARIED if value(candidate, key) != value(recipe, key)}
 
 
-def _engine_bytes(shape: ModelShape, engines: Any) -> float:
-    """Return the bytes of an engine's weights on one of its devices, at most."""
-    return _WEIGHT_BYTES * shape.total / engines.tensor_parallel
+def _engine_bytes(shape: ModelShape, engines: EngineLayout) -> float:
+    """Return the bytes of an engine's weights on one of its devices, at most. A group of engines spreads the experts."""
+    routed = sum(shape.sparse) * shape.experts * shape.expert
+    rest = shape.total - routed
+    return _WEIGHT_BYTES * (rest + routed / engines.data_parallel) / engines.tensor_parallel

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megarl.commands.init.answers import ROWS, TASKS, Answers
+from megarl.commands.init.hub_rows import columns_of
 from megarl.errors import command_name
 from megarl.recipe.key import RecipeDumper
 
@@ -32,14 +34,20 @@ _RATES = {"grpo": 1e-6, "dapo": 1e-6, "sft": 1e-5, "dpo": 5e-7}
 _RESPONSES = {"grpo": 1024, "dapo": 4096, "sft": 1024, "dpo": 1024}
 
 
-def recipe_text(file: Path, answers: Answers, context: int | None, layout: Mapping[str, Any]) -> str:
-    """Return the recipe. context: longest sequence of the model; None: unknown. layout: settings by dotted key, for the devices."""
+def recipe_text(
+    file: Path, answers: Answers, context: int | None, layout: Mapping[str, Any], remarks: Sequence[str] = ()
+) -> str:
+    """Return the recipe.
+
+    context: longest sequence of the model; None: unknown. layout: settings by dotted key, for the devices. remarks: about
+    guesses in it, for its head.
+    """
     settings = _settings(file.stem, answers, context)
     for key, value in layout.items():
         section, _, field = key.partition(".")
         settings.setdefault(section, {})[field] = value
     body = yaml.dump(settings, Dumper=RecipeDumper, sort_keys=False, default_flow_style=None, width=100)
-    return "\n".join([*_head(file, answers), body])
+    return "\n".join([*_head(file, answers), *_comments(remarks), body])
 
 
 def _head(file: Path, answers: Answers) -> list[str]:
@@ -54,6 +62,12 @@ def _head(file: Path, answers: Answers) -> list[str]:
         f"#   {command} plan {recipe}    memory and time of this recipe{search}",
         f"#   {command} train {recipe}",
         f"#   {command} keys temperature    other settings",
+    ]
+
+
+def _comments(remarks: Sequence[str]) -> list[str]:
+    return [
+        line for each in remarks for line in textwrap.wrap(each, 100, initial_indent="# ", subsequent_indent="#   ")
     ]
 
 
@@ -77,6 +91,8 @@ def _settings(name: str, answers: Answers, context: int | None) -> dict[str, Any
         "rollout": {"max_response_length": response},
         "actor": {"optimizer": {"lr": _RATES[task]}},
     }
+    if (columns := columns_of(task, answers.files)) is not None:
+        settings["data"]["columns"] = columns
     if answers.samples:
         settings["rollout"]["samples_per_prompt"] = 8 if accelerated else 4
         settings["actor"]["mini_batches"] = 2

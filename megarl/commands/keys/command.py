@@ -42,8 +42,10 @@ def keys_command(
 
 
 def matching(keys: Sequence[KeyDescription], pattern: str | None) -> list[KeyDescription]:
-    """Return the keys with a matching name; without any, the keys with the pattern in their meaning. Raises InputError for none."""
+    """Return the keys with a matching name; without any, those for a name of another framework, else those with the pattern in
+    their meaning. Raises InputError for none."""
     from megarl.errors import InputError
+    from megarl.recipe.former_names import OTHER_NAMES
     from megarl.registry import did_you_mean
 
     if pattern is None:
@@ -51,7 +53,8 @@ def matching(keys: Sequence[KeyDescription], pattern: str | None) -> list[KeyDes
     lowered = pattern.lower()
     wild = lowered if "*" in lowered else f"*{lowered}*"
     by_name = [key for key in keys if fnmatchcase(key.key, wild)]
-    matches = by_name or [key for key in keys if lowered in key.meaning.lower()]
+    replaced = [key for key in keys if key.key in OTHER_NAMES.get(lowered, ())]
+    matches = by_name or replaced or [key for key in keys if lowered in key.meaning.lower()]
     if not matches:
         near = did_you_mean(lowered, [*(key.key for key in keys), *(key.key.rpartition(".")[2] for key in keys)])
         raise InputError(f"no setting matches {pattern!r}{near} megarl keys without a pattern lists all")

@@ -63,20 +63,20 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def hub_errors(name: HubName, kind: Kind) -> Iterator[None]:
-    """Convert errors of huggingface_hub to HubErrors that say what to do."""
+def hub_errors(name: HubName, kind: Kind, file: str = "") -> Iterator[None]:
+    """Convert errors of huggingface_hub to HubErrors that say what to do. file: the only file of the repository that is needed."""
     try:
         yield
     except HubError:
         raise
     except Exception as error:
-        converted = _hub_error(error, name, kind)
+        converted = _hub_error(error, name, kind, file)
         if converted is None:
             raise
         raise converted from error
 
 
-def _hub_error(error: Exception, name: HubName, kind: Kind) -> HubError | None:
+def _hub_error(error: Exception, name: HubName, kind: Kind, file: str) -> HubError | None:
     errors, kind_name = _errors(), "model" if kind == "model" else "data set"
     page = f"{endpoint()}/{'' if kind == 'model' else 'datasets/'}{name.repo}"
     if isinstance(error, errors.GatedRepoError):
@@ -102,7 +102,7 @@ def _hub_error(error: Exception, name: HubName, kind: Kind) -> HubError | None:
     if isinstance(error, errors.HFValidationError):
         return HubError(f"{name.repo!r} is not a name on the hub: {error}", "write OWNER/NAME, or the path of a folder")
     if isinstance(error, errors.LocalEntryNotFoundError) or is_unreachable(error):
-        return not_in_cache(error, name, kind_name)
+        return not_in_cache(error, name, kind_name, file)
     if isinstance(error, errors.HfHubHTTPError):
         return HubError(
             f"{endpoint()} refused {name.repo}{_status(error)}: {without_secrets(' '.join(str(error).split()))}",
@@ -127,22 +127,29 @@ def _status(error: BaseException | None) -> str:
     return "" if status is None else f" (HTTP status {status})"
 
 
-def not_in_cache(error: Exception | None, name: HubName, kind_name: str) -> HubError:
-    """Return the error for files that are missing in the cache while the hub gives no answer. `error`: the cause, if known."""
-    where, revision = cache_folder(), f"@{name.revision}" if name.revision else ""
+def not_in_cache(error: Exception | None, name: HubName, kind_name: str, file: str = "") -> HubError:
+    """Return the error for files that are missing in the cache while the hub gives no answer. `error`: the cause, if known.
+
+    file: the only file that is needed, if not all are.
+    """
+    revision = f"@{name.revision}" if name.revision else ""
+    state = f"{file} of {name.repo}{revision} is not" if file else f"{name.repo}{revision} is not complete"
+    state = f"{state} in the cache {cache_folder()}"
     folder = f"{_no_folder()}, " if kind_name == "model" else ""
-    fetch = f"hf download {'' if kind_name == 'model' else '--repo-type dataset '}{name.repo}"
+    fetch = (
+        f"hf download {'' if kind_name == 'model' else '--repo-type dataset '}{name.repo}{f' {file}' if file else ''}"
+    )
     fetch += f" --revision {name.revision}" if name.revision else ""
     if is_offline():
         return HubError(
-            f"{folder}HF_HUB_OFFLINE is set, and {name.repo}{revision} is not complete in the cache {where}",
+            f"{folder}HF_HUB_OFFLINE is set, and {state}",
             f"fetch it where there is a network (`{fetch}`) into this cache, set HF_HOME to the folder that has it, give the "
-            "path of a folder, or unset HF_HUB_OFFLINE",
+            "path of a folder, or unset HF_HUB_OFFLINE (https_proxy sets a proxy, HF_ENDPOINT a mirror)",
         )
     first = None if error is None else error.__cause__ or error
     cause = "" if first is None else _status(first) or f" ({type(first).__name__})"
     return HubError(
-        f"{folder}{endpoint()} {'gives no files' if http_status(first) else 'does not answer'}{cause}, and {name.repo}{revision} is not complete in the cache {where}",
+        f"{folder}{endpoint()} {'gives no files' if http_status(first) else 'does not answer'}{cause}, and {state}",
         f"set https_proxy, or HF_ENDPOINT to a mirror; or run `{fetch}` where there is a network and copy the cache; or give the "
         "path of a folder",
     )

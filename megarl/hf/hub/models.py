@@ -46,8 +46,13 @@ def model_folder(name: HubName, *, weights: bool = True) -> Path:
 
 def config_folder(name: HubName) -> Path:
     """Return the cached folder with the model's config.json. Only this file is downloaded if it is missing. Raises HubError."""
-    with hub_errors(name, "model"):
-        return snapshot(listing(name, "model").name, "model", ["config.json"])
+    with hub_errors(name, "model", "config.json"):
+        listed = listing(name, "model")
+        folder = snapshot(listed.name, "model", ["config.json"])
+    is_missing = not (folder / "config.json").is_file()
+    if is_missing and ("config.json" in listed.files or not listed.is_whole):
+        raise not_in_cache(None, name, "model", "config.json")
+    return folder
 
 
 def weights_fault(name: HubName) -> tuple[str | None, str | None]:

@@ -12,6 +12,11 @@ from pathlib import Path
 from typing import Any
 
 _FOLDER = Path(__file__).parent
+QUANTIZED = {
+    **dict.fromkeys(("DeepSeek-V3", "DeepSeek-V3.2", "Kimi-K2-Instruct", "MiniMax-M2"), "FP8"),
+    **dict.fromkeys(("gpt-oss-20b", "gpt-oss-120b"), "MXFP4"),
+}
+"""Models with quantized weights on the hub, and the format."""
 
 
 def names() -> list[str]:

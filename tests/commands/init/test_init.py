@@ -77,9 +77,9 @@ def parts_of_the_model() -> int:
 def test_a_model_that_does_not_fit_has_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
     written(devices="1 H100", model="Qwen/Qwen3-32B")
     output = capsys.readouterr().out
-    assert "no layout fits 1 device by arithmetic" in output and "Not tried: groups of engines" in output
+    assert "no layout fits 1 device by arithmetic" in output and "Not tried: optimizer states" in output
     written(devices="8 H100", model="org/unknown")
-    assert "the config.json of org/unknown cannot be read here" in capsys.readouterr().out
+    assert "no config.json of org/unknown here" in capsys.readouterr().out
     written(devices="8 cuda")
     assert "the memory of cuda devices is unknown" in capsys.readouterr().out
 
@@ -139,9 +139,19 @@ def test_a_model_that_megarl_cannot_train_is_refused(devices: str, config: dict[
     assert error.value.key == "model.path" and not Path("a.yaml").exists()
 
 
-def test_an_unknown_model_has_a_notice_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    written(devices="2 cpu", model="org/unknown")
-    assert "the config.json of org/unknown cannot be read here" in capsys.readouterr().out
+@pytest.mark.parametrize("devices", ["2 cpu", "8 H100"])
+def test_an_unknown_model_has_a_notice(devices: str, capsys: pytest.CaptureFixture[str]) -> None:
+    written(devices=devices, model="org/unknown")
+    output = capsys.readouterr().out
+    assert (
+        "no config.json of org/unknown here, so the lengths and the layout are guesses, and `plan` needs it" in output
+    )
+    assert (
+        "`hf download org/unknown config.json`" in output and "HF_ENDPOINT a mirror" in output and "Shape" not in output
+    )
+    assert (
+        "# no config.json of org/unknown here, so the lengths and the layout are guesses" in Path("a.yaml").read_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,7 +183,7 @@ def test_a_hub_that_gives_no_definite_answer_has_a_notice(
         use_hub(monkeypatch, server.url, tmp_path / "home")
         server.refuses = status
         written(devices="2 cpu", model="org/mine")
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "cannot be read here" in line]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "no config.json of org/mine" in line]
     assert "the layout are guesses" in line and f"HTTP status {status}" in line
 
 

@@ -123,7 +123,7 @@ def test_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         assert status == 2 and "has no such model" in text
         use_hub(monkeypatch, server.url, tmp_path / "home", offline=True)
         status, text = run(capsys, "Qwen/Qwen3-8B")
-        assert status == 2 and "HF_HUB_OFFLINE is set" in text
+        assert status == 2 and "HF_HUB_OFFLINE is set" in text and "config.json`) into this cache" in text
         assert "megarl contains the config.json of Qwen3-8B: python -m megarl model check Qwen3-8B" in text
         assert run(capsys, "org/new")[0] == 0 and run(capsys, "org/old")[0] == 1  # the cache has the lists of files
         for tree in (tmp_path / "home").rglob("trees/*.json"):
