@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
@@ -43,7 +43,8 @@ class AdamParams:
         for each in fields(self):
             value = getattr(self, each.name)
             bounded = each.name.startswith("beta")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 <= value <= sys.float_info.max:
                 raise ValueError(f"{each.name} is {value!r}; it must be a finite number, at least 0")
             if bounded and value >= 1:
                 raise ValueError(f"{each.name} is {value:g}; it must be below 1")

@@ -48,6 +48,11 @@ def main(kind: str, model: str, log_path: str, *settings: str) -> None:
         "qwen3_instruct"
     )  # the chat format of the quickstart's tokenizer
     rl_loop.get_reward = share_of_e
+    if kind == "rl" and "loss_fn" in rl_loop.Config.__annotations__:
+        settings = (
+            *settings,
+            "loss_fn=importance_sampling",
+        )  # since 0.6 its default is stable_reinforce, which servers lack
     loop.main(chz.entrypoint(loop.Config, argv=["model_name=tiny", f"log_path={log_path}", "lora_rank=0", *settings]))
 
 

@@ -10,8 +10,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from megarl.commands.serve import codec
-from megarl.commands.serve.calls import CallAnswer, CallAnswers, TrainerCalls
+from megarl.commands.serve.calls import CallAnswer, CallAnswers, TrainerCalls, settle
 from megarl.commands.serve.clients import ALIVE_SECONDS, ClientSessions, ServedSampler, TrainedModel, UnknownId
+from megarl.commands.serve.fields import is_integer, read_fields
 from megarl.commands.serve.session import TrainingSession
 from megarl.commands.serve.states import ExportStore, check_name
 from megarl.types import Completion
@@ -36,15 +37,17 @@ class TrainingApi:
 
     # --- sessions -------------------------------------------------------------------------------
 
-    def create_session(self) -> dict[str, Any]:
+    def create_session(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer of create_session; the client logs the warning."""
         self.answers.forget_ended()
-        session = self.sessions.create()
+        session, warnings = self.sessions.create(), []
+        if self.rank:
+            targets = ", ".join(self.session.recipe.lora.targets)
+            warnings.append(f"adapters are on {targets} (lora.targets), and none on the unembedding")
+        if "project_id" in body:
+            warnings.append(f"project_id {body['project_id']!r} is not used: this server has no projects")
         answer = {"type": "create_session", "session_id": session}
-        if not self.rank:
-            return answer
-        targets = ", ".join(self.session.recipe.lora.targets)
-        return {**answer, "warning_message": f"adapters are on {targets} (lora.targets), and none on the unembedding"}
+        return answer | ({"warning_message": "; ".join(warnings)} if warnings else {})
 
     def finish_session(self, session: str) -> None:
         """End a session; its model may be replaced, and its answers are forgotten."""
@@ -55,8 +58,8 @@ class TrainingApi:
 
     def create_model(self, body: Mapping[str, Any]) -> tuple[str, str]:
         """Start training a new model from the starting weights. Returns the ids of request and model. Raises ValueError."""
-        self._check_name(str(body.get("base_model")))
-        self._check_lora(body.get("lora_config") or {})
+        self._check_name(body["base_model"])
+        self._check_lora(read_fields("lora_config", body.get("lora_config", {"rank": 0})))
         self._check_optimizer(body)
         model = self._new_model(body)
 
@@ -64,13 +67,13 @@ class TrainingApi:
             self.session.reset()
             return _json({"type": "create_model", "model_id": model.id})
 
-        return self._submit(model, 0, _starting(model, create)), model.id
+        return self._submit(model, "create_model", 0, _starting(model, create)), model.id
 
     def _new_model(self, body: Mapping[str, Any]) -> TrainedModel:
         """Return the model of (session_id, model_seq_id), which becomes the model in training. Raises ValueError if there is one."""
-        session = str(body.get("session_id"))
+        session: str = body["session_id"]
         self.sessions.touch(session)
-        new = f"{session}:train:{codec.integer(body, 'model_seq_id', 0)}"
+        new = f"{session}:train:{body['model_seq_id']}"
         with self._lock:
             held = self._model
             if held is not None and held.id == new:
@@ -88,7 +91,7 @@ class TrainingApi:
             raise ValueError(f"base_model is {name!r}; this server has {self.name!r}")
 
     def _check_lora(self, config: Mapping[str, Any]) -> None:
-        rank, layers = config.get("rank", 0), ("train_mlp", "train_attn", "train_unembed")
+        rank, layers = config["rank"], ("train_mlp", "train_attn", "train_unembed")
         if rank != self.rank:
             trains = f"adapters of rank {self.rank}" if self.rank else "all weights (rank 0)"
             raise ValueError(
@@ -146,10 +149,10 @@ class TrainingApi:
                 raise
             return CallAnswer(codec.pass_output(scores, len(request.data)), is_protobuf=True)
 
-        return self._submit(model, message.seq_id, run)
+        return self._submit(model, "forward" if message.forward_only else "forward_backward", message.seq_id, run)
 
     def optim_step(self, body: Mapping[str, Any]) -> str:
-        model = self.model(str(body.get("model_id")))
+        model = self.model(body["model_id"])
 
         def run() -> CallAnswer:
             params = codec.adam_params(body)
@@ -162,52 +165,53 @@ class TrainingApi:
                 )
             return _json({"metrics": {"grad_norm": self.session.optim_step(params)}})
 
-        return self._submit(model, codec.integer(body, "seq_id", 0), run)
+        return self._submit(model, "optim_step", body["seq_id"], run)
 
     def save_weights(self, body: Mapping[str, Any]) -> str:
         """Queue save_state. Raises ValueError."""
-        model, name = self.model(str(body.get("model_id"))), str(body.get("path"))
+        model, name = self.model(body["model_id"]), body["path"]
         seconds = codec.lifetime(body)
 
         def run() -> CallAnswer:
-            how = {"overwrite": bool(body.get("overwrite")), "seconds": seconds}
+            how = {"overwrite": body.get("overwrite", False), "seconds": seconds}
             self.session.save_state(model.folder, name, metadata=body.get("user_metadata"), **how)
             return _json({"type": "save_weights", "path": f"{_SCHEME}{model.id}/weights/{name}"})
 
-        return self._submit(model, codec.integer(body, "seq_id", 0), run)
+        return self._submit(model, "save_weights", body["seq_id"], run)
 
     def load_weights(self, body: Mapping[str, Any]) -> tuple[str, str]:
         """Queue load_state, into the model in training or a new one. Returns the ids of request and model. Raises ValueError.
 
         The queued call looks for the state: calls before it may save, replace or delete it.
         """
-        path, with_optimizer = str(body.get("path")), bool(body.get("optimizer"))
+        path, with_optimizer = body["path"], body["optimizer"]
         if body.get("weights_access_token"):
             raise ValueError("weights_access_token is set; this server has one account: leave it out")
         owner, name = _parts(path, "weights")
-        folder, is_new = owner.replace(":", "-"), body.get("session_id") is not None
+        folder, is_new = owner.replace(":", "-"), "session_id" in body
+        names = ("session_id", "model_seq_id", "model_id", "seq_id")
+        if tuple(name for name in names if name in body) != (names[:2] if is_new else names[2:]):
+            raise ValueError(
+                "load_weights needs session_id and model_seq_id for a new model, or model_id and seq_id for one in training"
+            )
         for part in (folder, name):
             check_name(part)
-        if is_new:
-            if body.get("base_model") is not None:
-                self._check_name(str(body["base_model"]))
-            self._check_optimizer(body)
-            model, number = self._new_model(body), 0
-        else:
-            model, number = self.model(str(body.get("model_id"))), codec.integer(body, "seq_id", 0)
+        self._check_name(body.get("base_model", self.name))
+        self._check_optimizer(body)
+        model, number = (self._new_model(body), 0) if is_new else (self.model(body["model_id"]), body["seq_id"])
 
         def run() -> CallAnswer:
             self.session.load_state(self.session.states.find(folder, name), with_optimizer=with_optimizer)
             model.broken = None
             return _json({"type": "load_weights", "path": path, "model_id": model.id})
 
-        return self._submit(model, number, _starting(model, run) if is_new else run), model.id
+        return self._submit(model, "load_weights", number, _starting(model, run) if is_new else run), model.id
 
     # --- samplers -------------------------------------------------------------------------------
 
     def save_for_sampler(self, body: Mapping[str, Any]) -> str:
         """Queue the weight sync to the engines; with a name also the export of the model. Raises ValueError."""
-        model, name = self.model(str(body.get("model_id"))), body.get("path")
+        model, name = self.model(body["model_id"]), body.get("path")
         kind, seconds = body.get("kind", "snapshot"), codec.lifetime(body)
 
         def run() -> CallAnswer:
@@ -219,7 +223,7 @@ class TrainingApi:
             path = None
             if name is not None:
                 about = {"seconds": seconds, "metadata": body.get("user_metadata")}
-                self.session.export(self.exports.place(model.folder, str(name), **about))
+                self.session.export(self.exports.place(model.folder, name, **about))
                 path = f"{_SCHEME}{model.id}/sampler_weights/{name}"
             version = self._publish()
             if path is not None:
@@ -232,7 +236,7 @@ class TrainingApi:
                 }
             )
 
-        return self._submit(model, codec.integer(body, "seq_id", 0), run)
+        return self._submit(model, "save_weights_for_sampler", body["seq_id"], run)
 
     def _publish(self) -> int:
         """Send the weights to the engines, unless they have them."""
@@ -244,16 +248,16 @@ class TrainingApi:
 
     def create_sampler(self, body: Mapping[str, Any]) -> Callable[[], CallAnswer]:
         """Return the call that creates a sampling session, for the thread of the trainers. Raises ValueError."""
-        session = str(body.get("session_id"))
+        session: str = body["session_id"]
         self.sessions.touch(session)
         path, base = body.get("model_path"), body.get("base_model")
         if path is not None:
-            _parts(str(path), "sampler_weights")
-        else:
+            _parts(path, "sampler_weights")
+        if path is None or base is not None:
             self._check_name(str(base))
 
         def run() -> CallAnswer:
-            version = self._named.get(str(path)) if path is not None else self._base()
+            version = self._named.get(path) if path is not None else self._base()
             if version != self.session.version or self.session.sampled_updates is None:
                 raise ValueError(
                     f"{path or base} cannot be sampled now: the engines hold one version of the weights, and this is not it. Call "
@@ -298,6 +302,7 @@ class TrainingApi:
         with self._lock:
             if self.answers.get(request_id) is not None:
                 return request_id, names  # sent again
+            self.calls.check_open()
             self.answers.make_room()
             answer: Future[CallAnswer] = Future()
             running = self.session.begin_sample(call.prompt, call.params, call.count, sampler.version)
@@ -306,12 +311,18 @@ class TrainingApi:
         def finish(done: Future[list[Completion]]) -> None:
             error = done.exception()
             if error is not None:
-                answer.set_result(CallAnswer(error=f"{type(error).__name__}: {error}"))
+                settle(answer, CallAnswer(error=f"{type(error).__name__}: {error}"))
             else:
-                answer.set_result(CallAnswer(codec.sample_output(call, done.result()), is_protobuf=True))
+                settle(answer, CallAnswer(codec.sample_output(call, done.result()), is_protobuf=True))
 
         running.add_done_callback(finish)
         return request_id, names
+
+    def end(self, error: str) -> None:
+        """Answer all calls that run or wait with `error`, and refuse new ones."""
+        self.calls.end(error)
+        with self._lock:  # no call is between its check and its place among the answers
+            self.answers.end(error)
 
     def answer(self, request_id: str) -> Future[CallAnswer]:
         """Return the answer of a call, and note a sign of life of its client. Raises UnknownId."""
@@ -324,20 +335,37 @@ class TrainingApi:
         self.sessions.touch(kept.session)
         return kept.future
 
-    def _submit(self, model: TrainedModel, number: int, call: Callable[[], CallAnswer]) -> str:
-        """Queue a call of `model`; a call that the client sends again keeps its answer. Raises TooManyCalls."""
+    def note_refused(self, body: Mapping[str, Any]) -> None:
+        """Note the number of a refused call of the model in training: nothing is missing where the next one follows it."""
+        model, number = self._model, body.get("seq_id")
+        if model is not None and body.get("model_id") == model.id and is_integer(number):
+            with self._lock:
+                model.last = max(model.last, number)
+
+    def _submit(self, model: TrainedModel, operation: str, number: int, call: Callable[[], CallAnswer]) -> str:
+        """Queue a call of `model`; a call that the client sends again keeps its answer. Raises TooManyCalls, and ValueError for a
+        number of another call. Calls that are missing before this one may have been passes: the next update is refused."""
         request_id = f"{model.id}:{number}"
 
         def run() -> CallAnswer:
             if model.failed_start is not None:
                 raise ValueError(f"{model.id} has no weights: {model.failed_start}. Create a new training client")
+            if missing:
+                numbers = f"call {missing[0]}" if len(missing) == 1 else f"calls {missing[0]} to {missing[-1]}"
+                model.broken = f"{numbers} of {model.id} did not arrive, and may have been a forward_backward"
             return call()
 
         with self._lock:
+            if number < 0 or model.calls.get(number, operation) != operation:
+                raise ValueError(
+                    f"{operation} of {model.id} has seq_id {number}, the number of {model.calls.get(number, 'no call')}: number its calls "
+                    "from 1 on, without a gap"
+                )
+            missing = range(model.last + 1, number)
             if number not in model.calls:
                 self.answers.make_room()
                 self.answers.add(request_id, model.session, self.calls.submit(run))
-                model.calls[number] = request_id
+                model.calls[number], model.last = operation, max(model.last, number)
         return request_id
 
 

@@ -6,8 +6,10 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+
+from megarl.exit_status import Terminated
 
 MOST_WAITING = 256  # calls that wait for the trainers
 MOST_ANSWERS, MOST_ANSWER_BYTES = 8192, 512 << 20  # kept until they are fetched
@@ -15,6 +17,10 @@ MOST_ANSWERS, MOST_ANSWER_BYTES = 8192, 512 << 20  # kept until they are fetched
 
 class TooManyCalls(RuntimeError):
     """More calls wait than the server accepts; the client should try again later."""
+
+
+class ServerEnds(RuntimeError):
+    """A call to a server that ends."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,12 @@ class CallAnswers:
         with self._lock:
             self._answers[request_id] = KeptAnswer(session, answer)
 
+    def end(self, error: str) -> None:
+        """Answer the calls that have no answer yet with `error`."""
+        with self._lock:
+            for kept in self._answers.values():
+                settle(kept.future, CallAnswer(error=error))
+
     def get(self, request_id: str) -> KeptAnswer | None:
         """Return the answer; None if the id is unknown, or its answer was forgotten."""
         with self._lock:
@@ -98,14 +110,30 @@ class TrainerCalls:
     def __init__(self) -> None:
         self._waiting: queue.Queue[tuple[Callable[[], CallAnswer], Future[CallAnswer]]] = queue.Queue(MOST_WAITING)
         self.stop = threading.Event()
+        self._lock = threading.Lock()
+        self._ended: str | None = None  # the error of calls that come after the end
+
+    def check_open(self) -> None:
+        """Raise ServerEnds if the server ends."""
+        if self._ended is not None:
+            raise ServerEnds(self._ended)
+
+    def end(self, error: str) -> None:
+        """Answer the waiting calls with `error`, and refuse new ones."""
+        with self._lock:
+            self._ended = error
+            while not self._waiting.empty():
+                settle(self._waiting.get_nowait()[1], CallAnswer(error=error))
 
     def submit(self, call: Callable[[], CallAnswer]) -> Future[CallAnswer]:
-        """Queue a call. Raises TooManyCalls."""
+        """Queue a call. Raises TooManyCalls and ServerEnds."""
         future: Future[CallAnswer] = Future()
-        try:
-            self._waiting.put_nowait((call, future))
-        except queue.Full:
-            raise TooManyCalls(f"{MOST_WAITING} calls wait for the trainers") from None
+        with self._lock:
+            self.check_open()
+            try:
+                self._waiting.put_nowait((call, future))
+            except queue.Full:
+                raise TooManyCalls(f"{MOST_WAITING} calls wait for the trainers") from None
         return future
 
     def serve(self, check: Callable[[], None]) -> None:
@@ -120,9 +148,25 @@ class TrainerCalls:
                 check()
                 continue
             try:
-                future.set_result(call())
+                settle(future, call())
             except ValueError as error:
-                future.set_result(CallAnswer(error=str(error), by_caller=True))
+                settle(future, CallAnswer(error=str(error), by_caller=True))
             except BaseException as error:
-                future.set_result(CallAnswer(error=f"the server ends: {type(error).__name__}: {error}"))
+                settle(future, CallAnswer(error=end_text(error)))
                 raise
+
+
+def settle(future: Future[CallAnswer], answer: CallAnswer) -> bool:
+    """Give a call its answer unless it has one. Returns whether it had none."""
+    try:
+        future.set_result(answer)
+    except InvalidStateError:
+        return False
+    return True
+
+
+def end_text(error: BaseException) -> str:
+    """Return the error of calls that the end of the server interrupts."""
+    if isinstance(error, KeyboardInterrupt | Terminated):
+        return "the server was stopped before this call was complete"
+    return f"the server ends: {type(error).__name__}: {error}"

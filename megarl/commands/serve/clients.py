@@ -48,12 +48,14 @@ class ClientSessions:
 
 @dataclass
 class TrainedModel:
-    """The model in training. `calls`: request id by the client's number of the call. `broken`: a pass has failed since the last
-    update, so its gradient is missing. `failed_start`: the error of the call that should have given it its first weights."""
+    """The model in training. `calls`: operation by the client's number of the call, from 1 on without a gap; 0 gives it its first
+    weights. `last`: the largest number. `broken`: a pass has failed since the last update, so its gradient is missing. `failed_start`:
+    the error of the call that should have given it its first weights."""
 
     id: str
     session: str
     calls: dict[int, str] = field(default_factory=dict)
+    last: int = 0
     broken: str | None = None
     failed_start: str | None = None
 

@@ -10,7 +10,9 @@ import numpy as np
 
 from megarl.batching.datums import AdamParams, Datum, DatumScores
 from megarl.commands.serve import wire
+from megarl.commands.serve.fields import is_integer, read_fields
 from megarl.commands.serve.session import SamplingParams
+from megarl.errors import cut_end
 from megarl.types import Completion, TokenScores
 
 _DTYPES = {wire.FLOAT32: "<f4", wire.INT64: "<i8"}
@@ -32,7 +34,15 @@ class PassRequest:
 
 def pass_header(body: bytes) -> Any:
     """Return the message of a forward_backward request. Raises ValueError if it is damaged."""
-    return wire.parse("ForwardBackwardRequest", body)
+    message = wire.parse("ForwardBackwardRequest", body)
+    size = message.ByteSize()
+    message.DiscardUnknownFields()
+    if message.ByteSize() != size:
+        raise ValueError(
+            "forward_backward has a field that this server does not know: it speaks the protocol of tinker 0.38; leave out what the client "
+            "has gained since, or install that version"
+        )
+    return message
 
 
 def pass_request(message: Any) -> PassRequest:
@@ -54,7 +64,7 @@ def _datum(message: Any, where: str) -> Datum:
     for chunk in message.model_input:
         if not chunk.HasField("encoded_text"):
             raise ValueError(f"{where}: model_input has an image or audio chunk; this server reads tokens only")
-    tokens = [np.frombuffer(chunk.encoded_text.tokens, "<i4") for chunk in message.model_input]
+    tokens = [_values(chunk.encoded_text.tokens, "<i4", f"{where}: model_input") for chunk in message.model_input]
     ids = np.concatenate(tokens).astype(np.int64) if tokens else np.zeros(0, np.int64)
     vectors = {name: _vector(tensor, f"{where}: {name}") for name, tensor in message.loss_fn_inputs.items()}
     if not len(ids):
@@ -78,10 +88,19 @@ def _vector(tensor: Any, where: str) -> np.ndarray:
         raise ValueError(f"{where} has shape {shape}; this server takes one value per token, of shape [N]")
     if tensor.dtype not in _DTYPES:
         raise ValueError(f"{where} has data type {tensor.dtype} of the protocol; use float32 or int64")
-    kind = np.dtype(_DTYPES[tensor.dtype])
-    if len(tensor.dense) % kind.itemsize:
-        raise ValueError(f"{where} has {len(tensor.dense)} bytes, not a multiple of the size of {kind} values")
-    return np.frombuffer(tensor.dense, kind)
+    vector = _values(tensor.dense, _DTYPES[tensor.dtype], where)
+    if tensor.shape and tensor.shape[0] != len(vector):
+        raise ValueError(f"{where} has shape {list(tensor.shape)} and {len(vector)} values; both must be equal")
+    return vector
+
+
+def _values(data: bytes, kind: str, where: str) -> np.ndarray:
+    size = np.dtype(kind).itemsize
+    if len(data) % size:
+        raise ValueError(
+            f"{where} has {len(data)} bytes, not a multiple of {size}, the size of {np.dtype(kind)} values"
+        )
+    return np.frombuffer(data, kind)
 
 
 def pass_output(scores: DatumScores, count: int) -> bytes:
@@ -128,43 +147,52 @@ class SampleCall:
 
 def sample_call(body: Mapping[str, Any], longest: int) -> SampleCall:
     """Return the request. longest: most tokens of prompt and response together. Raises ValueError."""
-    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "topk_sample_logprobs", "record_stability_info"):
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "topk_sample_logprobs"):
         if body.get(name):
             raise ValueError(f"sample has {name}, which this server does not have: leave it out")
-    settings, prompt = body.get("sampling_params") or {}, _prompt(body.get("prompt") or {})
+    if body.get("record_stability_info"):
+        raise ValueError(
+            "sample has record_stability_info, for the loss stable_reinforce, which this server does not have: leave it out, and choose "
+            "another loss, in rl_loop with loss_fn=importance_sampling"
+        )
+    settings, prompt = read_fields("sampling_params", body["sampling_params"]), _prompt(body["prompt"])
     if len(prompt) >= longest:
         raise ValueError(
             f"the prompt has {len(prompt)} tokens, and with its response it may have {longest} (data.max_prompt_length + "
             f"rollout.max_response_length of the recipe): send at most {longest - 1}, or serve the recipe with longer limits"
         )
-    wants = bool(body.get("prompt_logprobs"))
-    likely = integer(body, "topk_prompt_logprobs", 0) if wants or body.get("topk_prompt_logprobs") else None
-    max_tokens = settings.get("max_tokens")
+    wants = body.get("prompt_logprobs", False)
+    likely = body.get("topk_prompt_logprobs", 0)
+    likely = likely if wants or likely else None
     params = SamplingParams(
-        max_tokens=longest - len(prompt) if max_tokens is None else integer(settings, "max_tokens", 0),
-        temperature=_number(settings, "temperature", 1.0),
-        top_p=_number(settings, "top_p", 1.0),
-        top_k=integer(settings, "top_k", -1) or -1,
-        seed=None if settings.get("seed") is None else integer(settings, "seed", 0),
+        max_tokens=settings.get("max_tokens", longest - len(prompt)),
+        temperature=float(settings.get("temperature", 1)),
+        top_p=float(settings.get("top_p", 1)),
+        top_k=settings.get("top_k", -1) or -1,
+        seed=settings.get("seed"),
         stop_ids=_stop_ids(settings.get("stop")),
         prompt_top_k=likely,
     )
-    last = None if body.get("prompt_logprobs_last_n") is None else integer(body, "prompt_logprobs_last_n", 0)
+    last = body.get("prompt_logprobs_last_n")
+    if last is not None and not wants:
+        raise ValueError(f"prompt_logprobs_last_n is {last} without prompt_logprobs: set both, or leave it out")
     if last is not None and not 1 <= last < len(prompt):
         raise ValueError(
             f"prompt_logprobs_last_n is {last}; it must be from 1 to {len(prompt) - 1}, the prompt's length less 1"
         )
-    session, seq_id = str(body.get("sampling_session_id") or ""), integer(body, "seq_id", 0)
-    return SampleCall(session, seq_id, prompt, integer(body, "num_samples", 1), params, likely, last)
+    count = body.get("num_samples", 1)
+    return SampleCall(body["sampling_session_id"], body["seq_id"], prompt, count, params, likely, last)
 
 
 def _prompt(body: Any) -> list[int]:
     tokens: list[int] = []
-    for chunk in body.get("chunks") or []:
+    for chunk in read_fields("prompt", body)["chunks"]:
+        if not isinstance(chunk, dict):
+            raise ValueError(f"the prompt has a chunk {cut_end(repr(chunk), 60)}; it must be an object")
         if chunk.get("type", "encoded_text") != "encoded_text":
             raise ValueError(f"the prompt has a chunk of type {chunk.get('type')!r}; this server reads tokens only")
-        ids = chunk.get("tokens") or []
-        if not all(isinstance(token, int) for token in ids):
+        ids = read_fields("chunk", chunk)["tokens"]
+        if not all(is_integer(token) for token in ids):
             raise ValueError("the prompt has tokens that are not integers")
         tokens += ids
     return tokens
@@ -173,19 +201,12 @@ def _prompt(body: Any) -> list[int]:
 def _stop_ids(stop: Any) -> tuple[int, ...] | None:
     if stop is None:
         return None
-    if isinstance(stop, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in stop):
+    if isinstance(stop, list) and all(is_integer(token) for token in stop):
         return tuple(stop)
     raise ValueError(
         f"stop is {stop!r}; this server stops at tokens, not at texts: give token ids, for example of tokenizer.encode, or choose a "
         "renderer that ends turns with a special token"
     )
-
-
-def integer(body: Mapping[str, Any], name: str, default: int) -> int:
-    value = body.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} is {value!r}; it must be an integer")
-    return value
 
 
 def lifetime(body: Mapping[str, Any]) -> float | None:
@@ -197,13 +218,6 @@ def lifetime(body: Mapping[str, Any]) -> float | None:
         raise ValueError(
             f"ttl_seconds is {value!r}; it must be a number of seconds above 0 and at most {_LONGEST_LIFETIME}, or be left out"
         )
-    return float(value)
-
-
-def _number(body: Mapping[str, Any], name: str, default: float) -> float:
-    value = body.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} is {value!r}; it must be a number")
     return float(value)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.cluster import is_controller, serve
 from megarl.commands.serve.api import TrainingApi
-from megarl.commands.serve.calls import TrainerCalls
+from megarl.commands.serve.calls import TrainerCalls, end_text
 from megarl.commands.serve.session import TrainingSession
 from megarl.commands.view.command import listen
 from megarl.errors import InputError
@@ -21,7 +21,7 @@ from megarl.recipe import Recipe
 
 PORT = 8451
 _KEY, _PREFIX, _SHORTEST = "TINKER_API_KEY", "tml-", 20
-_END_SECONDS = 10.0
+_LAST_SECONDS, _END_SECONDS = 3, 10.0  # for answers to clients that wait, and until the thread is left
 
 
 def serve_recipe(recipe: Recipe, *, host: str, port: int | None, name: str | None) -> None:
@@ -86,7 +86,13 @@ def _answering(api: TrainingApi, token: str, listener: socket.socket) -> Iterato
 
     from megarl.commands.serve.server import make_app
 
-    config = uvicorn.Config(make_app(api, token), log_level="warning", access_log=False, server_header=False)
+    config = uvicorn.Config(
+        make_app(api, token),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_LAST_SECONDS,
+    )
     server = uvicorn.Server(config)
     problems: list[Any] = []
 
@@ -102,9 +108,12 @@ def _answering(api: TrainingApi, token: str, listener: socket.socket) -> Iterato
     thread.start()
     try:
         yield
+    except BaseException as error:
+        api.end(end_text(error))
+        raise
     finally:
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # clients may be waiting for answers
-        server.should_exit = server.force_exit = True
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # clients may be sending requests
+        server.should_exit = True
         thread.join(_END_SECONDS)
     if problems:
         raise problems[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hmac
 import json
@@ -13,19 +14,21 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megarl.commands.serve.api import TrainingApi
-from megarl.commands.serve.calls import CallAnswer, TooManyCalls
+from megarl.commands.serve.calls import CallAnswer, ServerEnds, TooManyCalls
 from megarl.commands.serve.clients import UnknownId
+from megarl.commands.serve.fields import read_fields
 
 MOST_JSON_BYTES, MOST_PASS_BYTES = 16 << 20, 256 << 20
 LOOK_SECONDS = 20.0  # a client waits 45 for the answer of a look
 _PROTOBUF = "application/x-protobuf"
 _CLIENT = "this server speaks the protocol of tinker 0.38; install that version or a later one"
+_DISCARDED = "telemetry"  # the body of this operation is not read
 _SETTINGS = {  # of the client
     "pjwt_auth_enabled": False,
     "parallel_fwdbwd_chunks": False,
@@ -46,8 +49,10 @@ def make_app(api: TrainingApi, token: str) -> Starlette:
     handlers: dict[Any, Any] = {
         HTTPException: _http_error,
         TooManyCalls: _busy,
+        ServerEnds: _ends,
         UnknownId: _unknown,
         ValueError: _refused,
+        Exception: _failed,
     }
     return Starlette(routes=routes, middleware=[Middleware(TokenCheck, token=token)], exception_handlers=handlers)
 
@@ -87,11 +92,11 @@ class _Routes:
         posts: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "client/config": lambda body: _SETTINGS,
             "client/dynamic_config": lambda body: {"refresh_interval_sec": 3600, "sample_cancel_enabled": False},
-            "create_session": lambda body: api.create_session(),
+            "create_session": api.create_session,
             "session_heartbeat": self._heartbeat,
-            "telemetry": lambda body: {"status": "accepted"},
+            _DISCARDED: lambda body: {"status": "accepted"},
             "create_model": lambda body: _promise(*api.create_model(body)),
-            "get_info": lambda body: api.info(str(body.get("model_id"))),
+            "get_info": lambda body: api.info(body["model_id"]),
             "optim_step": lambda body: _promise(api.optim_step(body)),
             "save_weights": lambda body: _promise(api.save_weights(body)),
             "load_weights": lambda body: _promise(*api.load_weights(body)),
@@ -103,7 +108,9 @@ class _Routes:
             "get_server_capabilities": lambda request: capabilities,
             "samplers/{sampler}": lambda request: api.sampler(request.path_params["sampler"]),
         }
-        routes = [Route(f"/api/v1/{path}", _json_post(answer), methods=["POST"]) for path, answer in posts.items()]
+        routes = [
+            Route(f"/api/v1/{path}", self._json_post(path, answer), methods=["POST"]) for path, answer in posts.items()
+        ]
         routes += [Route(f"/api/v1/{path}", _json_get(answer), methods=["GET"]) for path, answer in gets.items()]
         waits: dict[str, Endpoint] = {
             "forward_backward": self._pass,
@@ -112,10 +119,32 @@ class _Routes:
             "sessions/{session}/finish": self._finish,
         }
         routes += [Route(f"/api/v1/{path}", endpoint, methods=["POST"]) for path, endpoint in waits.items()]
-        return [*routes, Route("/{path:path}", _no_route, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])]
+        return [*routes, Route("/{path:path}", self._no_route, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])]
+
+    def _json_post(self, name: str, answer: Callable[[Mapping[str, Any]], Any]) -> Endpoint:
+        def answer_checked(body: dict[str, Any]) -> Any:
+            try:
+                return answer(body if name == _DISCARDED else read_fields(name, body))
+            except ValueError:
+                self._api.note_refused(body)
+                raise
+
+        async def endpoint(request: Request) -> Response:
+            body = _object(await _body(request, MOST_JSON_BYTES))
+            return JSONResponse(await run_in_threadpool(answer_checked, body))
+
+        return endpoint
+
+    async def _no_route(self, request: Request) -> Response:
+        with contextlib.suppress(HTTPException):
+            self._api.note_refused(_object(await _body(request, MOST_JSON_BYTES)))
+        operation = f"{request.method} {request.url.path}"
+        raise HTTPException(
+            404, f"{operation}: `megarl serve` does not have this operation; docs/serve.md lists its operations"
+        )
 
     def _heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        if self._api.sessions.touch(str(body.get("session_id"))).finished:
+        if self._api.sessions.touch(body["session_id"]).finished:
             raise HTTPException(410, "the session has been finished")
         return {"type": "session_heartbeat"}
 
@@ -136,15 +165,17 @@ class _Routes:
         return JSONResponse(_promise(await run_in_threadpool(self._api.run_pass, body)))
 
     async def _create_sampler(self, request: Request) -> Response:
-        body = _object(await _body(request, MOST_JSON_BYTES))
-        answer = await asyncio.wrap_future(self._api.calls.submit(self._api.create_sampler(body)))
+        body = read_fields("create_sampling_session", _object(await _body(request, MOST_JSON_BYTES)))
+        future = self._api.calls.submit(self._api.create_sampler(body))
+        answer = await asyncio.shield(asyncio.wrap_future(future))
         if answer.error is not None:
             raise HTTPException(400 if answer.by_caller else 500, answer.error)
         return Response(answer.body, media_type="application/json")
 
     async def _retrieve(self, request: Request) -> Response:
         """Return the answer of a call, or 408 after a while: the client asks again."""
-        request_id = str(_object(await _body(request, MOST_JSON_BYTES)).get("request_id"))
+        body = read_fields("retrieve_future", _object(await _body(request, MOST_JSON_BYTES)))
+        request_id: str = body["request_id"]
         future = self._api.answer(request_id)
         try:
             answer: CallAnswer = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), LOOK_SECONDS)
@@ -160,14 +191,6 @@ class _Routes:
         return Response(answer.body, media_type=_PROTOBUF)
 
 
-def _json_post(answer: Callable[[Mapping[str, Any]], Any]) -> Endpoint:
-    async def endpoint(request: Request) -> Response:
-        body = _object(await _body(request, MOST_JSON_BYTES))
-        return JSONResponse(await run_in_threadpool(answer, body))
-
-    return endpoint
-
-
 def _json_get(answer: Callable[[Request], Any]) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         return JSONResponse(answer(request))
@@ -175,30 +198,26 @@ def _json_get(answer: Callable[[Request], Any]) -> Endpoint:
     return endpoint
 
 
-async def _no_route(request: Request) -> Response:
-    path = request.url.path
-    raise HTTPException(
-        404, f"{request.method} {path}: `megarl serve` does not have this operation; docs/serve.md lists its operations"
-    )
-
-
 async def _body(request: Request, most: int) -> bytes:
     """Read the body. Raises HTTPException if it is longer than `most` bytes."""
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise HTTPException(
-                413, f"the body has more than {most >> 20} MiB; send fewer or shorter data in one request"
-            )
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise HTTPException(
+                    413, f"the body has more than {most >> 20} MiB; send fewer or shorter data in one request"
+                )
+            parts.append(part)
+    except ClientDisconnect:
+        raise HTTPException(400, "the client has gone before the end of its body") from None
     return b"".join(parts)
 
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"the body is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise HTTPException(400, f"the body is JSON of type {type(value).__name__}; it must be an object")
@@ -217,6 +236,11 @@ def _http_error(request: Request, error: HTTPException) -> Response:
     return JSONResponse({"error": error.detail}, error.status_code)
 
 
+def _failed(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": f"the server failed, see its output: {type(error).__name__}: {error}"}, 500)
+
+
 _busy = functools.partial(_answered, 429)
+_ends = functools.partial(_answered, 503)
 _unknown = functools.partial(_answered, 404)
 _refused = functools.partial(_answered, 400)

@@ -1,7 +1,7 @@
 """Protocol buffer messages of the Tinker API, as tinker 0.38 sends and reads them.
 
 The field numbers are facts of that protocol. They are compiled here from a table, so that neither a compiler nor generated code
-is needed. A field that is not in the table is skipped when a message is read.
+is needed. Fields of kind `bytes` that are messages in the protocol are not read, but known: others are refused.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ _MESSAGES = {
     "SparseCsr": ["1 values bytes", "2 crow_indices bytes", "3 col_indices bytes"],
     "Tensor": ["1 dense bytes", "2 sparse_csr SparseCsr", "3 dtype int32", "4 shape int64[]"],
     "EncodedTextChunk": ["1 tokens bytes"],
-    "ImageChunk": ["1 data bytes"],
+    "ImageChunk": ["1 data bytes", "2 format string", "3 expected_tokens int32?", "4 override_dimensions bytes"],
     "DmelChunk": ["1 dmel bytes"],
     "Chunk": ["1 encoded_text EncodedTextChunk", "2 image ImageChunk", "3 dmel DmelChunk"],
     "LossConfigValue": ["1 number double?", "2 text string?"],
-    "Datum": ["1 model_input Chunk[]", "2 loss_fn_inputs Tensor{}"],
+    "Datum": [
+        "1 model_input Chunk[]", "2 loss_fn_inputs Tensor{}", "3 model_input_spans bytes[]", "4 loss_fn_input_spans bytes[]",
+    ],
     "ForwardBackwardRequest": [
         "1 model_id string", "2 seq_id int32", "3 data Datum[]", "4 loss_fn string", "5 loss_fn_config double{}",
         "6 forward_only bool", "7 loss_fn_config_v2 LossConfigValue{}",

@@ -260,7 +260,7 @@ def test_states(client: TestClient, api: TrainingApi) -> None:
         ("sampler_weights/one", "it must be tinker://MODEL/weights/NAME"),
         ("weights/.one", "'.one'"),
     ):
-        body = {"session_id": session, "model_seq_id": 1, "path": path.replace("weights/one", wrong)}
+        body = {"session_id": session, "model_seq_id": 1, "path": path.replace("weights/one", wrong), "optimizer": True}
         assert message in error(client, "load_weights", 400, **body)
 
 
