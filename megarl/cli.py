@@ -360,13 +360,16 @@ def convert_config(
         Optional[list[str]],
         typer.Option(help="Option of verl to leave out although the run then computes something else; repeatable."),
     ] = None,
+    machine: Annotated[
+        Optional[str], typer.Option(help="Machine or device of the line `# Hardware:`, e.g. H100, which plan reads.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Convert a verl script to a recipe without running it; stderr lists the options that have no counterpart."""
     from megarl.commands.convert_verl.command import convert_file
 
     with as_input_error():
-        convert_file(file, settings or [], out=out, rows=rows, accepted=accept or [])
+        convert_file(file, settings or [], out=out, rows=rows, accepted=accept or [], machine=machine)
 
 
 add_examples(app)

@@ -47,6 +47,7 @@ python -m megarl convert-config run_sft.sh 1=8 2=out/sft MODEL_PATH=models/Qwen3
 | `section.key=value` | a setting of the recipe; overrides the converted one |
 | `--rows 7473` | rows of the training data: epochs become steps |
 | `--accept OPTION` | leave out an option although the run then computes something else |
+| `--machine H100` | name of the machines in the recipe's line `# Hardware:`, which `plan` reads; their number is the script's |
 
 **Notes.** Comments at the top of the recipe, and stderr, list each option that is changed or has no counterpart, with its line: differences
 first, then options without effect on what the run computes. Options that the command does not set have verl's defaults.
@@ -55,7 +56,8 @@ first, then options without effect on what the run computes. Options that the co
 switch that is neither True nor False, and a reference `${...}` to other options. Unknown options of `trainer`, `ray_kwargs`, `global_profiler`,
 `checkpoint` and `hydra` are left out with a note, unless verl has a similar name.
 
-**`???`** stands for a path or a number of devices that the script takes from its environment, and for data files in another format. All
+**`???`** stands for a path or a number of devices that the script takes from its environment, for a placeholder (`/path/to/model`, `<model>`),
+and for data files in another format. Markdown's fences around a pasted script are left out, with a note. All
 commands refuse the recipe until you set the key, in the file or as `model.path=...` after it.
 
 **Variables of the environment** count as unset, with a note. Variables that sbatch sets from `#SBATCH` lines have its values. `$(command)` and tests of files are unknown: an error if the command depends on them.

@@ -22,7 +22,8 @@ from megarl.recipe.agent import McpServer
 
 CONNECT_SECONDS = 60.0  # for a server to answer the first request
 LOOK_SECONDS = 10.0  # for a server to list its tools, when the connection may be lost
-READ_SECONDS = 300.0  # a server may keep a stream open
+CLOSE_SECONDS = 15.0  # for a connection to end, and once more after it is cancelled
+ANSWER_BYTES = 64 << 20  # largest answer over a stream; mcp's limit of 1 MiB is too small for images
 
 
 class McpTools:
@@ -46,15 +47,8 @@ class McpTools:
             ValueError: the server lacks a tool that the recipe names.
         """
         client = await self._connected()
-        listed: list[Tool] = []
-        cursor = None
         try:
-            while True:
-                page = await asyncio.wait_for(client.list_tools(cursor=cursor), CONNECT_SECONDS)
-                listed += [Tool(tool.name, tool.description or "", tool.input_schema, _not_here) for tool in page.tools]
-                cursor = page.next_cursor
-                if cursor is None:
-                    break
+            listed = await self._listed(client)
         except Exception as error:
             raise ToolUnavailable(f"MCP server {self.name!r} does not list its tools: {_plain(error)}") from error
         offered = {tool.name: tool for tool in listed}
@@ -65,6 +59,29 @@ class McpTools:
             )
         return [offered[name] for name in self.server.tools] if self.server.tools else listed
 
+    async def _listed(self, client: Any) -> list[Tool]:
+        from megarl.agents.mcp_http import reporting
+
+        listed: list[Tool] = []
+        cursor, seen = None, set()
+        while True:
+            with reporting(CONNECT_SECONDS) as exchange:
+                try:
+                    page = await asyncio.wait_for(client.list_tools(cursor=cursor), CONNECT_SECONDS)
+                except Exception as error:
+                    if exchange.lost and client is self._client:
+                        self._give_up()
+                    if exchange.problem:
+                        raise RuntimeError(exchange.problem) from error
+                    raise
+            listed += [Tool(tool.name, tool.description or "", tool.input_schema, _not_here) for tool in page.tools]
+            cursor = page.next_cursor
+            if cursor is None:
+                return listed
+            if cursor in seen:
+                raise ValueError(f"the list does not end: the cursor {cursor!r} came twice")
+            seen.add(cursor)
+
     async def call(self, name: str, arguments: dict[str, Any], context: Context, timeout: float) -> CallOutcome:
         """Call a tool. `context` is not sent: a server must not see the answer."""
         async with self._places:
@@ -73,7 +90,9 @@ class McpTools:
 
     async def _ask(self, client: Any, name: str, arguments: dict[str, Any], timeout: float) -> CallOutcome:
         from mcp import MCPError
-        from mcp.types import CONNECTION_CLOSED
+        from mcp.types import CONNECTION_CLOSED, METHOD_NOT_FOUND
+
+        from megarl.agents.mcp_http import reporting
 
         began = time.monotonic()
 
@@ -81,10 +100,15 @@ class McpTools:
             return CallOutcome(Answer(text, images=images), time.monotonic() - began, failure)
 
         try:
-            result = await asyncio.wait_for(client.call_tool(name, arguments), timeout)
+            with reporting(timeout) as exchange:
+                result = await asyncio.wait_for(client.call_tool(name, arguments), timeout)
         except (TimeoutError, asyncio.TimeoutError):
             return outcome(f"Error: it was stopped after {timeout:g} seconds", "timeout")
         except MCPError as error:
+            if exchange.problem and error.code != METHOD_NOT_FOUND:  # the call has not reached the tool
+                if exchange.lost and client is self._client:
+                    self._give_up()  # the server has started again: the next call opens a new session
+                raise ToolUnavailable(f"MCP server {self.name!r} did not take the call: {exchange.problem}") from error
             if error.code != CONNECTION_CLOSED:
                 return outcome(f"Error: {error}", "error")
             await self._check_connection(client)  # over HTTP, perhaps only this call's stream is closed
@@ -103,8 +127,11 @@ class McpTools:
         """Give up the connection if the server no longer answers; other calls may use it."""
         if client is not self._client:  # another call replaced it
             return
+        from megarl.agents.mcp_http import reporting
+
         try:
-            await asyncio.wait_for(client.list_tools(cache_mode="bypass"), LOOK_SECONDS)
+            with reporting(LOOK_SECONDS):
+                await asyncio.wait_for(client.list_tools(cache_mode="bypass"), LOOK_SECONDS)
         except Exception:  # noqa: BLE001 -- any failure means a lost connection
             if client is self._client:
                 self._give_up()
@@ -112,8 +139,11 @@ class McpTools:
     async def close(self) -> None:
         """Close the connection, and end a server that we started."""
         self._give_up()
-        if self._keeper is not None:
-            await asyncio.wait({self._keeper})  # its failure was raised by the call that opened it
+        if self._keeper is not None:  # its failure was raised by the call that opened it
+            _, running = await asyncio.wait({self._keeper}, timeout=CLOSE_SECONDS)
+            if running:
+                self._keeper.cancel()
+                await asyncio.wait(running, timeout=CLOSE_SECONDS)
 
     async def _connected(self) -> Any:
         async with self._opening:
@@ -179,19 +209,18 @@ def _readable_images(result: Any) -> dict[int, bytes]:
 @contextlib.asynccontextmanager
 async def _connection(server: McpServer) -> AsyncIterator[Any]:
     """A client of `server`, which is started where it is named by a command."""
-    import httpx2
     from mcp import Client, StdioServerParameters
     from mcp.client.stdio import stdio_client
     from mcp.client.streamable_http import streamable_http_client
 
+    from megarl.agents.mcp_http import HttpClient
+
     if server.url:
         headers = {name: _variable(variable, "headers") for name, variable in server.headers.items()}
-        timeout = httpx2.Timeout(CONNECT_SECONDS, read=READ_SECONDS)
-        async with (
-            httpx2.AsyncClient(headers=headers, timeout=timeout) as http,
-            Client(streamable_http_client(server.url, http_client=http)) as client,
-        ):
-            yield client
+        async with HttpClient(headers) as http:
+            transport = streamable_http_client(server.url, http_client=http, max_sse_event_size=ANSWER_BYTES)
+            async with Client(transport) as client:
+                yield client
         return
     program, *arguments = server.command
     # Marked, so that the orphan reaper ends it if this process dies (cluster/orphan_reaper.py).

@@ -31,8 +31,10 @@ from typing import Any, Literal
 
 from megarl.cluster.process import child_environment
 from megarl.subprocess_pool.channel import NonblockingChannel
+from megarl.subprocess_pool.control import ControlConnection
 from megarl.subprocess_pool.fork_server import PACKET
 from megarl.subprocess_pool.job import Answered, Failed, Outcome
+from megarl.subprocess_pool.limits import raise_open_files
 from megarl.subprocess_pool.process import PendingCall, Seat, WorkerProcess, exit_text
 from megarl.subprocess_pool.progress_mark import new_progress_mark
 
@@ -73,11 +75,13 @@ class ProcessPool:
         self.names, self.processes, self.retries = sorted(set(names)), processes, retries
         self.concurrent, self.at_once = concurrent, at_once
         self.timeout, self.timeout_key = timeout, timeout_key
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        raise_open_files()  # each process has a connection
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control = ControlConnection(ours)
         setup = json.dumps([factory, self.names, settings, memory_mb]).encode()
         if len(setup) > PACKET:
             raise ValueError(f"names and settings of {factory} take {len(setup)} bytes: at most {PACKET}")
-        self._control.send(setup)
+        ours.send(setup)
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._fork_server = subprocess.Popen(
             # -u: workers end by SIGKILL or os._exit, which would drop buffered output of a job.
@@ -103,15 +107,15 @@ class ProcessPool:
 
     def start(self) -> None:
         """Wait until the fork server has prepared all jobs, then start workers. Raises RuntimeError if a job fails to import."""
-        self._control.settimeout(START_SECONDS)
+        self._control.connection.settimeout(START_SECONDS)
         try:
-            answer = self._receive_packet()
+            answer = self._control.receive()
         except TimeoutError:
             self.close()
             raise RuntimeError(
                 f"{', '.join(self.names)} took more than {START_SECONDS:g} s to import and prepare in a separate process"
             ) from None
-        self._control.settimeout(None)
+        self._control.connection.settimeout(None)
         if answer != b'["ready"]':
             cause = json.loads(answer)[1] if answer else FORK_SERVER_STOPPED
             self.close()
@@ -163,7 +167,7 @@ class ProcessPool:
         if self._thread.is_alive():
             self._wake.send(b"!")
             self._thread.join()
-        self._control.close()  # the fork server kills its children and exits
+        self._control.connection.close()  # the fork server kills its children and exits
         try:
             self._fork_server.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -175,13 +179,15 @@ class ProcessPool:
     def _run(self) -> None:
         cause = CLOSED
         try:
-            self._selector.register(self._control, selectors.EVENT_READ, self._on_worker_end)
+            self._selector.register(self._control.connection, selectors.EVENT_READ, self._on_worker_end)
             self._selector.register(self._wakeup, selectors.EVENT_READ, self._accept)
             for _ in range(self.processes):
                 self._fork()
             while not self._closed:
                 for key, _ in self._selector.select(self._seconds_to_deadline()):
                     key.data()
+                while self._control.early:
+                    self._on_worker_end()
                 self._kill_overdue()
                 self._assign()
         except BaseException as error:  # noqa: BLE001 -- fails every pending call with the cause
@@ -199,13 +205,17 @@ class ProcessPool:
     def _accept(self) -> None:
         self._wakeup.recv(PACKET)
         with self._lock:
-            submitted = list(self._submitted)
+            submitted = deque(self._submitted)
             self._submitted.clear()
-        for call in submitted:
-            if call.seat is None:
-                self._queue.append(call)
-            else:
-                self._add_to_seat(call.seat, call)
+        try:
+            for call in tuple(submitted):
+                if call.seat is None:
+                    self._queue.append(call)
+                else:
+                    self._add_to_seat(call.seat, call)
+                submitted.popleft()
+        finally:  # without a new process for a seat, `_run` fails its call and the rest
+            self._queue += submitted
 
     def _add_to_seat(self, seat: Seat, call: PendingCall) -> None:
         seat.waiting.append(call)
@@ -217,7 +227,7 @@ class ProcessPool:
 
     def _on_worker_end(self) -> None:
         """Handle the fork server's message that a worker has ended, with its exit status."""
-        message = self._receive_packet()
+        message = self._control.receive()
         if not message:
             raise _PoolError(FORK_SERVER_STOPPED)
         _, number, status = json.loads(message)
@@ -227,13 +237,6 @@ class ProcessPool:
             self._drop(self._workers[number])
         for call, seconds in self._crashed.pop(number, []):
             self._fail(call, "crash", f"its process {exit_text(status)}", seconds)
-
-    def _receive_packet(self) -> bytes:
-        """Return the fork server's next message; empty if it has ended."""
-        try:
-            return self._control.recv(PACKET)
-        except ConnectionResetError:
-            return b""
 
     def _on_worker_message(self, worker: WorkerProcess) -> None:
         """Process a worker's messages; drop it if its connection has ended."""
@@ -304,7 +307,6 @@ class ProcessPool:
             blamed = late if blocking is None else [blocking[0]]
             seconds = {call.number: now - (call.started or worker.last_message) for call in blamed}
             self._command("kill", worker.number)
-            self._replace(worker, blamed)
             for call in blamed:
                 cause = self._timeout_cause(call)
                 if blocking is not None and seconds[call.number] < call.limit:
@@ -313,6 +315,7 @@ class ProcessPool:
                         "an async function must await slow work"
                     )
                 self._fail(call, "timeout", cause, seconds[call.number])
+            self._replace(worker, blamed)
 
     def _timeout_cause(self, call: PendingCall) -> str:
         key = f" ({self.timeout_key})" if call.limit == self.timeout else ""
@@ -351,7 +354,7 @@ class ProcessPool:
     def _command(self, command: str, number: int, *descriptors: int) -> None:
         """Send a command to the fork server."""
         try:
-            socket.send_fds(self._control, [json.dumps([command, number]).encode()], list(descriptors))
+            self._control.command(command, number, *descriptors)
         except OSError as error:
             raise _PoolError(FORK_SERVER_STOPPED) from error
 
@@ -373,6 +376,8 @@ class ProcessPool:
 
     def _seconds_to_deadline(self) -> float | None:
         """Return the seconds until the next call is overdue; None if no call runs."""
+        if self._control.early:
+            return 0.0
         deadlines = [deadline for worker in self._workers.values() if (deadline := worker.next_deadline()) is not None]
         return max(0.0, min(deadlines) - time.monotonic()) + 0.001 if deadlines else None
 

@@ -16,7 +16,7 @@ from megarl.agents.custom.find import find_loop
 from megarl.agents.custom.messages import LoopRequest
 from megarl.agents.custom.process import LoopProcess
 from megarl.agents.custom.record import EngineAnswer, match
-from megarl.agents.custom.runner import CustomLoop
+from megarl.agents.custom.runner import CustomLoop, LoopPool
 from megarl.agents.setup import Agents, AgentSetup
 from megarl.agents.tool import ToolFault
 from megarl.agents.tool_responses import ReplyTokens
@@ -26,6 +26,7 @@ from megarl.recipe.agent import AgentConfig
 from megarl.rewards import Score, ScoreRequest
 from megarl.rollout.assemble import control_data, outcomes_of, steps_of, vectors
 from megarl.subprocess_pool.job import Answered, Outcome
+from megarl.subprocess_pool.pool import ProcessPool
 from megarl.subprocess_pool.process import Seat
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling, Span
 from tests.support.agent_tokenizers import qwen3
@@ -343,6 +344,24 @@ def test_a_loop_releases_what_it_has_when_its_sample_is_aborted(tmp_path: Path) 
 
     asyncio.run(run())
     assert not lock.exists()
+
+
+def test_a_sample_that_is_aborted_before_its_turn_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted: list[Any] = []
+    monkeypatch.setattr(ProcessPool, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr(ProcessPool, "submit", lambda *arguments, **_: submitted.append(arguments))
+
+    async def run() -> None:
+        pool, seat = LoopPool("m:Loop", {}, at_once=1, timeout=5.0), Seat()
+        async with pool.places:
+            task = asyncio.create_task(pool.run(seat, LoopRequest("begin"), 5.0))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        pool.end(seat)
+
+    asyncio.run(run())
+    assert not submitted
 
 
 # ---- classes

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 
 from megarl.subprocess_pool.fork_server import PACKET
 from megarl.subprocess_pool.job import Answered, Failed
+from megarl.subprocess_pool.limits import raise_open_files
 from megarl.subprocess_pool.pool import FORK_SERVER, ProcessPool
 from megarl.subprocess_pool.process import SEAT_ENDED, Seat
 
@@ -289,3 +292,64 @@ def test_calls_of_seats_fail_with_the_pool(make: Callable[..., ProcessPool]) -> 
     for call in calls:
         with pytest.raises(RuntimeError, match="shut down"):
             call.result(1)
+
+
+def test_many_processes_that_end_together_do_not_block_the_pool(
+    make: Callable[..., ProcessPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands to kill them and the fork server's messages about them fill both directions of the connection."""
+    pair, assign = socket.socketpair, ProcessPool._assign
+
+    def with_small_buffers(*arguments: Any) -> tuple[socket.socket, socket.socket]:
+        ends = pair(*arguments)
+        if arguments:  # the connection to the fork server
+            for end in ends:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        return ends
+
+    def slow(pool: ProcessPool) -> None:
+        assign(pool)
+        time.sleep(0.3)  # the answers of many processes are there when it looks
+
+    monkeypatch.setattr(socket, "socketpair", with_small_buffers)
+    pool = make(["told"], processes=0, timeout=60.0)
+    seats = [Seat() for _ in range(40)]
+    for future in [pool.submit("told", {}, seat=seat) for seat in seats]:
+        future.result(60)
+    monkeypatch.setattr(ProcessPool, "_assign", slow)
+    for future in [pool.submit("told", {}, seat=seat, last=True) for seat in seats]:
+        assert isinstance(future.result(30), Answered)
+
+
+def _no_more_files(*_: Any) -> Any:
+    raise OSError(24, "Too many open files")
+
+
+def test_no_call_is_lost_when_a_process_cannot_be_started(
+    make: Callable[..., ProcessPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make(["told"], processes=0)
+    monkeypatch.setattr(socket, "socketpair", _no_more_files)
+    for future in [pool.submit("told", {}, seat=Seat()) for _ in range(3)]:
+        with pytest.raises(RuntimeError, match="Too many open files"):
+            future.result(20)
+
+
+def test_a_call_at_its_limit_is_not_lost_when_its_process_cannot_be_replaced(
+    make: Callable[..., ProcessPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make(["sleeps"], timeout=0.5)
+    pool.submit("sleeps", 0).result(20)
+    monkeypatch.setattr(socket, "socketpair", _no_more_files)
+    outcome = pool.submit("sleeps", 60).result(20)
+    assert isinstance(outcome, Failed) and outcome.kind == "timeout"
+
+
+def test_the_limit_on_open_files_is_raised() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        raise_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 1 << 20) if hard >= 0 else 1 << 20, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -48,8 +48,8 @@ class LoopPool:
         self._pool.start()
 
     async def run(self, seat: Seat, request: LoopRequest, timeout: float) -> Outcome:
-        self._running.add(seat)
         async with self.places:
+            self._running.add(seat)  # from here on it has a process, which `end` ends
             return await asyncio.wrap_future(self._pool.submit(self.path, request, timeout, seat=seat))
 
     def end(self, seat: Seat) -> None:

@@ -21,15 +21,16 @@ from megarl.commands.convert_verl.fully_async import FULLY_ASYNC, FULLY_ASYNC_DE
 from megarl.commands.convert_verl.gkd import GKD, GKD_DEFAULTS
 from megarl.commands.convert_verl.hydra.config_files import read_config, resolve_references
 from megarl.commands.convert_verl.hydra.overrides import OptionValue, read_options, value_of
-from megarl.commands.convert_verl.open_settings import open_notes, set_aside, stand_ins
+from megarl.commands.convert_verl.open_settings import MACHINE, machine_notes, open_notes, set_aside, stand_ins
 from megarl.commands.convert_verl.option import Option
 from megarl.commands.convert_verl.sampling import ASYNC_FLOW, ASYNC_FLOW_DEFAULTS, PARTIAL_ROLLOUT
 from megarl.commands.convert_verl.sft import OPTIM_DEFAULTS, SFT, SFT_DEFAULTS, translate_sft
 from megarl.commands.convert_verl.shell.parser import Command, read_command
+from megarl.commands.convert_verl.shell.pasted import with_quoted_placeholders, without_fences
 from megarl.commands.convert_verl.shell.values import ScriptContext, absent_names
 from megarl.commands.convert_verl.table import ACTOR, DEFAULTS, LOSS_MODE, RL, TRAINER
 from megarl.commands.convert_verl.table import LOSSES as LOSS_MODES
-from megarl.commands.convert_verl.trainers import devices_of
+from megarl.commands.convert_verl.trainers import devices_of, machines_of
 from megarl.commands.convert_verl.translate import evaluates_alone, translate_rl
 from megarl.commands.convert_verl.unread_options import unread_options
 from megarl.errors import InputError, RecipeError
@@ -75,6 +76,7 @@ def convert(
     rows: int | None = None,
     accepted: Collection[str] = (),
     source: str = "a command line",
+    machine: str | None = None,
     context: ScriptContext | None = None,
 ) -> Converted:
     """Convert the training command in `text` to a recipe. The text is parsed, never run.
@@ -82,6 +84,7 @@ def convert(
     arguments: "NAME=value" sets a shell variable; "dotted.key=value" is a setting that overrides the command's.
     rows: number of rows of training data, to convert epochs to steps; None: unknown.
     accepted: options of the algorithm that may be left out.
+    machine: its name in the recipe's line ``# Hardware:``, which `plan` reads; None: left open, with a note.
     context: see `read_command`.
     Raises InputError if a value cannot be determined, or if the resulting recipe is invalid.
     """
@@ -92,6 +95,8 @@ def convert(
         name: str(value) for name, value in overrides.items() if name in ("algorithm.advantage", "algorithm.loss")
     }
     context = context or ScriptContext()
+    text, fences = without_fences(text)
+    text = with_quoted_placeholders(text)
     command = read_command(text, variables, context)
     options, flags = read_options(command.arguments)
     config = read_config(flags, command, context)
@@ -108,10 +113,10 @@ def convert(
     _drop_rejected(conversion, overrides.keys())
     _note_model(conversion)
     _note_exports(conversion, text)
-    conversion.notes += [*command.notes, *config.notes]
+    conversion.notes += [*fences, *command.notes, *config.notes]
     conversion.notes.sort(key=lambda note: (note in conversion.minor, _line(note)))
-    conversion.notes[:0] = open_notes(conversion)
-    return Converted(_recipe(conversion, source), conversion.notes, frozenset(conversion.minor))
+    conversion.notes[:0] = [*open_notes(conversion), *machine_notes(conversion, machine)]
+    return Converted(_recipe(conversion, source, machine), conversion.notes, frozenset(conversion.minor))
 
 
 def _check_names(text: str, variables: Collection[str], accepted: Collection[str], options: Collection[str]) -> None:
@@ -182,7 +187,13 @@ def _line(note: str) -> int:
 
 
 def convert_file(
-    file: str, arguments: Sequence[str], *, out: Path | None, rows: int | None, accepted: Collection[str] = ()
+    file: str,
+    arguments: Sequence[str],
+    *,
+    out: Path | None,
+    rows: int | None,
+    accepted: Collection[str] = (),
+    machine: str | None = None,
 ) -> None:
     """Convert `file` ("-": standard input) and write the recipe to `out` or standard output, and notes to stderr.
 
@@ -195,7 +206,8 @@ def convert_file(
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file} cannot be read: {error}") from error
     source, script = ("a command line", None) if file == "-" else (Path(file).name, file)
-    converted = convert(text, arguments, rows=rows, accepted=accepted, source=source, context=ScriptContext(script))
+    context = ScriptContext(script)
+    converted = convert(text, arguments, rows=rows, accepted=accepted, source=source, machine=machine, context=context)
     for line in _listed(converted.notes, converted.minor):
         print(line, file=sys.stderr)
     if out is None:
@@ -224,19 +236,23 @@ def _is_number(value: Any) -> bool:
 
 
 def _processes(command: Command, conversion: Conversion) -> int | str:
-    """Return the number of training processes on all nodes, torchrun's or Ray's, or OPEN."""
+    """Return the number of training processes on all nodes, torchrun's or Ray's, or OPEN, and set the machines."""
     if command.entry.module == "sft_trainer_ray":
-        return devices_of(conversion, ("trainer.nnodes", "trainer.n_gpus_per_node"))
+        pool = ("trainer.nnodes", "trainer.n_gpus_per_node")
+        conversion.machines = machines_of([(conversion.get(pool[0]), conversion.get(pool[1]))])
+        return devices_of(conversion, pool)
     launcher = " ".join(command.launcher)
-    count = 1
-    for flag in ("nproc[_-]per[_-]node", "nnodes"):
+    counts = {"nproc[_-]per[_-]node": 1, "nnodes": 1}
+    for flag in counts:
         if match := re.search(rf"--{flag}[= ](\S+)", launcher):
             if absent_names(match[1]):
                 return OPEN
             if not match[1].isdigit():
                 raise InputError(f"line {command.line}: --{flag.replace('[_-]', '_')}={match[1]} is not a number")
-            count *= int(match[1])
-    return count
+            counts[flag] = int(match[1])
+    per_node, nodes = counts.values()
+    conversion.machines = machines_of([(nodes, per_node)])
+    return nodes * per_node
 
 
 def _drop_unused(conversion: Conversion, kept: Collection[str]) -> None:
@@ -314,7 +330,7 @@ def _note_model(conversion: Conversion) -> None:
         conversion.notes.append(f"the layout does not fit {name}: {error}")
 
 
-def _recipe(conversion: Conversion, source: str) -> str:
+def _recipe(conversion: Conversion, source: str, machine: str | None) -> str:
     """Return the recipe as YAML, without settings that equal megarl's defaults. Raises InputError if it does not load."""
     defaults = settings_of(Recipe())
     loss = str(conversion.settings.get("algorithm.loss", "ppo_clip"))
@@ -336,6 +352,8 @@ def _recipe(conversion: Conversion, source: str) -> str:
     head = [f"# Converted from {source} by megarl convert-config. Options that were changed or omitted:"]
     # A line break in a note would end its comment.
     head += [f"#   {' '.join(line.split())}" for line in _listed(conversion.notes, conversion.minor)] or ["#   nothing"]
+    if conversion.machines:
+        head.append(f"# Hardware: {machine or MACHINE}, {conversion.machines[0]} x {conversion.machines[1]}")
     body = yaml.dump(content, Dumper=RecipeDumper, sort_keys=False, allow_unicode=True)
     text = "\n".join(head) + "\n" + body
     assert yaml.safe_load(text) == yaml.safe_load(body), f"the notes are not comments:\n{text}"

@@ -29,6 +29,7 @@ class Conversion:
     options: the options of the command by name. defaults: verl's defaults. settings: the recipe's, by dotted key.
     user_choices: keys of the recipe that the user sets, and options of verl that may be left out; nothing is refused for them.
     origins: the option that each setting came from. open: options without a value, and the script's text (`open_settings.py`).
+    machines: their number and the devices of each, for the recipe's head; None: unknown.
     notes: one line per option that was changed or omitted. minor: the notes of options that change nothing in the result.
     """
 
@@ -37,6 +38,7 @@ class Conversion:
     settings: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     open: dict[str, str] = field(default_factory=dict)
+    machines: tuple[int, int] | None = None
     notes: list[str] = field(default_factory=list)
     minor: set[str] = field(default_factory=set)
     user_choices: Collection[str] = ()

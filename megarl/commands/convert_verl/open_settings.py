@@ -1,7 +1,7 @@
-"""Options with a variable in their value that the script does not set.
+"""Options with a placeholder (``/path/to/model``) or with a variable in their value that the script does not set.
 
 Paths become ``???`` in the recipe, which `read_recipe` refuses until the user gives a value. So do counts of devices. Names lose
-the variable, as in bash. Options that the conversion leaves out keep it. Any other value is an error.
+the variable, as in bash; a placeholder as name is left out. Options that the conversion leaves out keep it. Any other value with a variable is an error.
 """
 
 from __future__ import annotations
@@ -10,17 +10,24 @@ import fnmatch
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.option import Option
+from megarl.commands.convert_verl.shell.pasted import is_placeholder
 from megarl.commands.convert_verl.shell.values import Undetermined, absent_names, combined, without_absent
+from megarl.errors import InputError
+from megarl.platform.device_table import DEVICES_OF, device_of_machine, devices
 from megarl.recipe.load import OPEN
+from megarl.registry import did_you_mean
 
+MACHINE = "MACHINE"  # in the recipe's head, instead of an unknown name
 _PATHS = (
     "model.path", "model.tokenizer", "critic.model_path", "data.train_files", "data.eval_files", "teacher.path", "reward.remote.model",
     "agent.loop",
 )  # fmt: skip
+_WITH_PLACEHOLDERS = ("reward.function", "cluster.trainers")  # open for a placeholder, but not for a variable
 _FILES, _FORMATS = ("data.train_files", "data.eval_files"), (".parquet", ".jsonl")
 _NAMES = ("name", "observe.project")
 _DEVICES = ("trainer.nnodes", "trainer.n_gpus_per_node")
@@ -39,13 +46,19 @@ def set_aside(conversion: Conversion, table: Sequence[Option], absences: Mapping
         texts = list(_texts(option.value))
         names = [each for text in texts for each in absent_names(text)]
         unreadable = to in _FILES and not has_class and not all(text.endswith(_FORMATS) for text in texts)
-        if not (names or unreadable or (texts == [""] and to in _PATHS)):
+        is_open = to in (*_PATHS, *_NAMES, *_WITH_PLACEHOLDERS) and any(
+            is_placeholder(text) and not _exists(text) for text in texts
+        )
+        if not (names or unreadable or is_open or (texts == [""] and to in _PATHS)):
             continue
         shown = _shown(option.value)
-        if to in _PATHS or name in _DEVICES:
+        if to in _PATHS or name in _DEVICES or (is_open and to not in _NAMES):
             conversion.options[name] = replace(option, value=OPEN)
-            reason = f", not {', '.join(_FORMATS)}" if unreadable and not names else ""
+            reason = f", not {', '.join(_FORMATS)}" if unreadable and not (names or is_open) else ""
             conversion.open[name] = f"{shown}{reason}"
+        elif to in _NAMES and not names:
+            conversion.note(name, f"omitted, a placeholder; set {to}")
+            del conversion.options[name]
         elif to in _NAMES:
             conversion.options[name] = replace(option, value=without_absent(texts[0], "").strip("-_/ "))
             conversion.note(name, f"without {', '.join(f'${each}' for each in names)}, which the script does not set")
@@ -55,6 +68,10 @@ def set_aside(conversion: Conversion, table: Sequence[Option], absences: Mapping
             errors += [absences[each] for each in names]
     if errors:
         raise combined(errors)
+
+
+def _exists(path: str) -> bool:
+    return Path(path).expanduser().exists()
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -90,6 +107,25 @@ def open_notes(conversion: Conversion) -> list[str]:
     return notes
 
 
+def machine_notes(conversion: Conversion, machine: str | None) -> list[str]:
+    """Return a note about the line ``# Hardware:`` in the recipe's head, if it is incomplete. Raises InputError for an unknown machine."""
+    if machine is not None and device_of_machine(machine) is None:
+        names = [*DEVICES_OF, *(name for name in devices() if name not in DEVICES_OF)]
+        raise InputError(
+            f"--machine {machine}: plan has no such machine{did_you_mean(machine, names)}; give one of {', '.join(names)}"
+        )
+    if machine is not None and conversion.machines is None:
+        return [
+            f"--machine {machine}: not used, the numbers of machines and of their devices do not follow from the script"
+        ]
+    if machine is not None or conversion.machines is None:
+        return []
+    return [
+        f"# Hardware: {MACHINE}: the script does not name its machines; write the name there, such as H100, or give --machine "
+        "H100: then plan needs no --device"
+    ]
+
+
 def stand_ins(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return values for the open `settings` by dotted key, with which the rest of the recipe can be checked."""
     sizes = [settings.get(f"{section}.{name}_parallel") or 1 for section in ("megatron", "critic.megatron") for name in (
@@ -100,5 +136,6 @@ def stand_ins(settings: Mapping[str, Any]) -> dict[str, Any]:
         "cluster.trainers": devices, "critic.trainers": devices, "rollout.engines": devices // engine,
         "data.train_files": ["stand-in.parquet"], "data.eval_files": ["stand-in.parquet"],
         "reward.remote.url": "http://stand-in/classify",
+        "reward.function": "stand_in:score",
     }  # fmt: skip
     return {key: values.get(key, "stand-in") for key, value in settings.items() if value == OPEN}

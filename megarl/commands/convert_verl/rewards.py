@@ -57,6 +57,9 @@ def translate_reward_function(conversion: Conversion) -> None:
         option, path = f"{prefix}.path", conversion.get(f"{prefix}.path")
         if not path:
             continue
+        if path == OPEN:
+            conversion.settings["reward.function"], conversion.origins["reward.function"] = OPEN, option
+            break
         path = str(path).removeprefix("file://")
         module = path.removeprefix("pkg://").replace("/", ".") if path.startswith("pkg://") else path
         if "://" in module or not (path.startswith("pkg://") or path.endswith(".py")):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.sampling import TrainerSampling
@@ -20,11 +22,29 @@ def devices_of(conversion: Conversion, options: tuple[str, str]) -> int | str:
     return math.prod(map(conversion.number, options))
 
 
+def machines_of(pools: Sequence[tuple[Any, Any]]) -> tuple[int, int] | None:
+    """Return the number of machines and the devices of each, for pools of nodes x devices per node; None if they are unknown.
+
+    Pools are on the same machines if these have few enough devices: 8, or 16 for pools that differ.
+    """
+    if not all(isinstance(size, int) and size > 0 for pool in pools for size in pool):
+        return None
+    nodes, devices = [pool[0] for pool in pools], [pool[1] for pool in pools]
+    differ = len({*devices}) > 1
+    if len({*nodes}) == 1 and (sum(devices) <= 8 or (differ and sum(devices) == 16)):
+        return nodes[0], sum(devices)
+    return None if differ else (sum(nodes), devices[0])
+
+
 def translate_layout(conversion: Conversion, *, megatron: bool, sampling: TrainerSampling) -> None:
     """Set the trainers, the engines and their parallelism. `megatron`: verl's actor uses Megatron, not FSDP."""
     settings, get = conversion.settings, conversion.get
     settings["cluster.trainers"] = devices_of(conversion, sampling.trainers)
     devices = settings["cluster.trainers"]
+    pools = [sampling.trainers, *([sampling.engines] if sampling.engines else [])]
+    if get("distillation.nnodes"):
+        pools.append(("distillation.nnodes", "distillation.n_gpus_per_node"))
+    conversion.machines = machines_of([(get(nodes), get(each)) for nodes, each in pools])
     offload = offloaded(conversion, f"{_A}.")
     if sampling.engines:
         devices = devices_of(conversion, sampling.engines)

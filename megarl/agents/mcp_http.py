@@ -1,0 +1,75 @@
+"""HTTP client of MCP servers that reports HTTP failures to the call that they concern.
+
+mcp's transport ends the whole connection, with all its calls, when one request fails on the way. It answers a request that a gateway
+refuses with an error like a tool's. A call that runs inside `reporting` gets both as `Exchange.problem` instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+
+CONNECT_SECONDS = 60.0
+READ_SECONDS = 300.0  # a server may keep a stream open
+GRACE = 5.0  # for a server to answer a call that was cancelled, and to end a session
+_NOT_FOUND = 404
+_UNAVAILABLE = (401, 403, 408, 429, 502, 503, 504)
+"""Statuses of servers and gateways that do not come from the tool. A status of 500 may."""
+
+
+@dataclass
+class Exchange:
+    """The HTTP side of a call. problem: why the server did not run it; "" otherwise. lost: the server does not know the session."""
+
+    seconds: float
+    problem: str = ""
+    lost: bool = False
+
+
+_exchange: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar("exchange", default=None)
+
+
+@contextlib.contextmanager
+def reporting(seconds: float) -> Iterator[Exchange]:
+    """Collect the HTTP failures of a call with a limit of `seconds`. mcp sends a request in the context of its call."""
+    token = _exchange.set(Exchange(seconds))
+    try:
+        exchange = _exchange.get()
+        assert exchange is not None
+        yield exchange
+    finally:
+        _exchange.reset(token)
+
+
+class HttpClient(httpx2.AsyncClient):
+    """Sends requests of any number of calls; `McpServer.at_once` limits them."""
+
+    def __init__(self, headers: dict[str, str]) -> None:
+        # Calls that the server does not end hold their connections for a while: others must not wait for these.
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        timeout = httpx2.Timeout(CONNECT_SECONDS, read=READ_SECONDS)
+        super().__init__(headers=headers, timeout=timeout, limits=limits)
+
+    async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
+        exchange = _exchange.get() if request.method == "POST" else None
+        if exchange is not None:
+            request.extensions["timeout"]["read"] = exchange.seconds + GRACE
+        elif request.method == "DELETE":
+            request.extensions["timeout"].update(dict.fromkeys(("connect", "read", "write"), GRACE))
+        try:
+            response = await super().send(request, **options)
+        except httpx2.TransportError as error:
+            if exchange is None:
+                raise
+            exchange.problem = f"{type(error).__name__}: {error}".rstrip(": ")
+            return httpx2.Response(_UNAVAILABLE[-1], request=request)  # fails this call alone
+        if exchange is not None:
+            exchange.lost = response.status_code == _NOT_FOUND and "mcp-session-id" in request.headers
+            if exchange.lost or response.status_code in _UNAVAILABLE:
+                exchange.problem = f"HTTP status {response.status_code} {response.reason_phrase}".rstrip()
+        return response
