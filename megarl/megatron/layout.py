@@ -27,7 +27,7 @@ def check_layout(hf_config: dict[str, Any], megatron: MegatronConfig, world_size
     _check_widths(hf_config, megatron)
     _check_vision_tower(hf_config.get("vision_config") if has_tower(hf_config) else None, megatron)
     _check_packing(hf_config, megatron)
-    _check_pipeline(hf_config, megatron)
+    _check_pipeline(hf_config, megatron, world_size)
     _check_deepstack(hf_config, megatron)
     _check_experts(hf_config, megatron, data_parallel)
 
@@ -137,7 +137,7 @@ def _check_packing(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
         )
 
 
-def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
+def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig, world_size: int) -> None:
     pp, vpp, layers = megatron.pipeline_parallel, megatron.virtual_pipeline, hf_config["num_hidden_layers"]
     first, last = megatron.first_stage_layers, megatron.last_stage_layers
     if pp == 1:
@@ -149,14 +149,10 @@ def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None
         return
     rest = layers - (first or 0) - (last or 0)
     stages = pp - (first is not None) - (last is not None)
-    fixed = f"{layers} layers - first {first or 0} - last {last or 0} = {rest}"
-    keys = "megatron.pipeline_parallel, megatron.first_stage_layers or megatron.last_stage_layers"
-    if stages == 0 and rest:
+    if (rest <= 0 or rest % stages) if stages else rest:
         raise ValueError(
-            f"Every pipeline stage has a fixed number of layers, and {fixed} layers remain. Change {keys}."
+            f"{_uneven_problem(layers, megatron, rest, stages)}. {_uneven_remedy(layers, megatron, world_size)}."
         )
-    if stages and (rest <= 0 or rest % stages):
-        raise ValueError(f"{fixed} layers do not divide over the remaining {stages} pipeline stages. Change {keys}.")
     if vpp is None:
         return
     if has_tower(hf_config):
@@ -174,6 +170,50 @@ def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None
         if count is not None:
             noun = f"the {count} layers of the {stage} pipeline stage{'s' if stage == 'other' else ''}"
             _check_divides(megatron, "virtual_pipeline", count, noun)
+
+
+def _uneven_problem(layers: int, megatron: MegatronConfig, rest: int, stages: int) -> str:
+    """Describe `rest` layers, outside a fixed first and last stage, that do not divide over `stages` others."""
+    pp, ends = megatron.pipeline_parallel, ("first_stage_layers", "last_stage_layers")
+    counts = {key: count for key in ends if (count := getattr(megatron, key)) is not None}
+    if not counts:
+        return f"megatron.pipeline_parallel={pp} does not divide the model's {layers} layers ({layers} / {pp} = {layers / pp:g})"
+    keys = " and ".join(f"megatron.{key}={count}" for key, count in counts.items())
+    fixed = f"{keys} {'leave' if len(counts) > 1 else 'leaves'} {layers} - {sum(counts.values())} = {rest}"
+    if stages == 0:
+        return f"{fixed} layers to no stage: megatron.pipeline_parallel={pp} has only these two"
+    return f"{fixed}; {rest} layers do not divide over the other {stages} of megatron.pipeline_parallel={pp}"
+
+
+def _uneven_remedy(layers: int, megatron: MegatronConfig, world_size: int) -> str:
+    """Name layers of first and last stage for the recipe's pipeline size, and the sizes with equal stages."""
+    ranks, chunks = world_size // (megatron.tensor_parallel * megatron.context_parallel), megatron.virtual_pipeline or 1
+    sizes = [size for size in range(1, ranks + 1) if layers % (size * chunks) == 0 and ranks % size == 0]
+    fixed = megatron.first_stage_layers is not None or megatron.last_stage_layers is not None
+    equal = f"choose megatron.pipeline_parallel={', '.join(map(str, sizes))} (equal stages)"
+    equal = f"leave both out and {equal}" if fixed else equal
+    for first, last in uneven_stages(layers // chunks, megatron.pipeline_parallel) if layers % chunks == 0 else []:
+        if first is not None and last is not None:
+            ends = f"megatron.first_stage_layers={first * chunks} and megatron.last_stage_layers={last * chunks}"
+            return f"Set {ends}" + (f", or {equal}" if sizes else "")
+    return equal[0].upper() + equal[1:] if sizes else "Change megatron.pipeline_parallel"
+
+
+def uneven_stages(units: int, stages: int) -> list[tuple[int | None, int | None]]:
+    """Split `units` over `stages` so that the inner stages are equal and the largest stage is smallest.
+
+    Returns (first, last) pairs. (None, None): all stages are equal. Empty with more stages than units.
+    """
+    if units % stages == 0:
+        return [(None, None)]
+    ways = []
+    for each in (units // stages, units // stages + 1) if units > stages else ():
+        ends = units - each * (stages - 2)
+        for first in {ends // 2, ends - ends // 2}:
+            if first >= 1 and ends - first >= 1:
+                ways.append((max(each if stages > 2 else 0, first, ends - first), first, ends - first))
+    least = min((most for most, _, _ in ways), default=0)
+    return [(first, last) for most, first, last in ways if most == least]
 
 
 def _check_deepstack(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:

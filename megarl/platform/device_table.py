@@ -35,6 +35,10 @@ DEVICES_OF = {
 HOST_MEMORY_OF = {"Atlas 200T A2 Box16": 2048.0}
 
 
+# Devices of machines that differ from their device's `per_node` in devices.yaml.
+PER_NODE_OF = {"Atlas 200T A2 Box16": 16}
+
+
 def _of(unit: str, about: str, **options: Any) -> Any:
     """A dataclass field with its unit and its description in docs/planner.md. Without a default, a file must set it."""
     return field(metadata={"unit": unit, "about": about}, **options)
@@ -153,6 +157,16 @@ def device_of_machine(machine: str) -> str | None:
     return DEVICES_OF.get(machine) or (machine if machine in _packaged() else None)
 
 
+def generation_hint(name: str) -> str:
+    """Return a sentence with the devices of an Atlas generation (A2, A3) that an unknown `name` contains, else ""."""
+    generation = re.search(r"\bA[23]\b", name.upper())
+    if generation is None:
+        return ""
+    base = {"A2": "910B", "A3": "910C"}[generation[0]]
+    names = [device for device in _packaged() if device.startswith(base)]
+    return f" Atlas {generation[0]} machines have {base} devices: name {', '.join(names[:-1])} or {names[-1]}; npu-smi info prints which."
+
+
 def device_named(name: str, user_file: Path | None = None) -> Device:
     """Return the device `name` of `devices`, in any case. Raises InputError with the nearest name if it is unknown."""
     table = devices(user_file)
@@ -160,7 +174,7 @@ def device_named(name: str, user_file: Path | None = None) -> Device:
     if name.lower() in by_lower:
         return by_lower[name.lower()]
     near = nearest(name, table)
-    hint = f" Nearest: {near}." if near else ""
+    hint = generation_hint(name) or (f" Nearest: {near}." if near else "")
     raise InputError(
         f"device {name} is unknown; known: {', '.join(table)}.{hint} Add devices with a file (plan: --devices, simulate: --device-file); `like` inherits fields "
         "of a known device."

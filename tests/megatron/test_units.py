@@ -47,11 +47,16 @@ LATENT = {
         ({**DENSE, "intermediate_size": 99}, 2, {"tensor_parallel": 2}, "intermediate_size of 99 .99 / 2 = 49.5"),
         ({**LATENT, "n_shared_experts": 3}, 2, {"tensor_parallel": 2}, "n_shared_experts of 99"),
         (DENSE, 6, {"context_parallel": 4}, "6 is not a multiple of 4"),
-        (DENSE, 5, {"pipeline_parallel": 5}, "12 layers .* over the remaining 5"),
-        (DENSE, 24, {"pipeline_parallel": 24}, "12 layers .* over the remaining 24"),
-        (DENSE, 4, {"pipeline_parallel": 4, "first_stage_layers": 2}, "= 10 layers .* remaining 3"),
-        (DENSE, 2, {"pipeline_parallel": 2, "first_stage_layers": 4, "last_stage_layers": 6}, "2 layers remain"),
-        (DENSE, 2, {"pipeline_parallel": 2, "first_stage_layers": 12}, "= 0 layers .* remaining 1"),
+        (DENSE, 5, {"pipeline_parallel": 5}, "12 layers .12 / 5 = 2.4"),
+        (DENSE, 24, {"pipeline_parallel": 24}, "12 layers .12 / 24 = 0.5"),
+        (DENSE, 4, {"pipeline_parallel": 4, "first_stage_layers": 2}, "leaves 12 - 2 = 10; 10 layers .* other 3"),
+        (
+            DENSE,
+            2,
+            {"pipeline_parallel": 2, "first_stage_layers": 4, "last_stage_layers": 6},
+            "leave 12 - 10 = 2 layers to no stage",
+        ),
+        (DENSE, 2, {"pipeline_parallel": 2, "first_stage_layers": 12}, "leaves 12 - 12 = 0; 0 layers .* other 1"),
         (
             DENSE,
             3,
@@ -106,6 +111,26 @@ def test_padded_batches_of_delta_nets_are_refused(kind: str) -> None:
     check_layout(DENSE, MegatronConfig(packing=False), 1)
     with pytest.raises(ValueError, match=r"megatron\.packing=false .* sparse attention takes packed sequences only"):
         check_layout(published("DeepSeek-V3.2"), MegatronConfig(packing=False), 1)
+
+
+def test_uneven_stages_are_refused_with_values_that_work() -> None:
+    def message(layers: int, trainers: int, **settings: int) -> str:
+        with pytest.raises(ValueError) as error:
+            check_layout({**DENSE, "num_hidden_layers": layers}, MegatronConfig(**settings), trainers)
+        return str(error.value)
+
+    ends = "Set megatron.first_stage_layers=3 and megatron.last_stage_layers=3, or"
+    assert f"{ends} choose megatron.pipeline_parallel=1, 2, 4 (equal stages)" in message(12, 20, pipeline_parallel=5)
+    assert f"{ends} leave both out" in message(12, 20, pipeline_parallel=5, first_stage_layers=5)
+    check_layout(DENSE, MegatronConfig(pipeline_parallel=5, first_stage_layers=3, last_stage_layers=3), 20)
+    assert ". Choose megatron.pipeline_parallel=1, 2, 4 (equal stages)" in message(12, 16, pipeline_parallel=16)
+    interleaved = message(45, 4, pipeline_parallel=4, virtual_pipeline=3)
+    assert "Set megatron.first_stage_layers=9 and megatron.last_stage_layers=12, or" in interleaved
+    check_layout(
+        {**DENSE, "num_hidden_layers": 45},
+        MegatronConfig(pipeline_parallel=4, virtual_pipeline=3, first_stage_layers=9, last_stage_layers=12),
+        4,
+    )
 
 
 def test_layouts_that_divide_are_accepted() -> None:

@@ -149,3 +149,5 @@ def test_the_pages_examples_load(tmp_path: Path) -> None:
 def test_an_unknown_device_is_refused_with_the_nearest() -> None:
     with pytest.raises(InputError, match=r"910D is unknown; .* Nearest: 910"):
         device_named("910D")
+    with pytest.raises(InputError, match=r"A3 is unknown; .* Atlas A3 machines have 910C devices: name 910C or"):
+        device_named("A3")

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import glob
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.errors import pluralize
 from megarl.hf import hub
-from megarl.platform.device_table import DEVICES_OF, Device, device_named, device_of_machine, devices
+from megarl.platform.device_table import (
+    DEVICES_OF,
+    PER_NODE_OF,
+    Device,
+    device_named,
+    device_of_machine,
+    devices,
+    generation_hint,
+)
 from megarl.platform.kinds import KINDS, is_accelerator
 from megarl.recipe.remote import SERVICES
 from megarl.registry import did_you_mean
@@ -28,12 +36,14 @@ _NOT_OFFERED = (*SERVICES, "unscored")  # services need an address in the recipe
 
 @dataclass(frozen=True)
 class Machines:
-    """Machines of a run. kind: value of cluster.device. name: as a recipe's header names them; None: not in the table."""
+    """Machines of a run. kind: value of cluster.device. name: as a recipe's header names them; None: not in the table.
+    notice: what was assumed about them, and how to write the alternative."""
 
     nodes: int
     per_node: int
     kind: str
     name: str | None = None
+    notice: str | None = field(default=None, compare=False)
 
     @property
     def devices(self) -> int:
@@ -128,18 +138,27 @@ def read_machines(text: str) -> Machines:
     by_lower = {machine.lower(): machine for machine in known_machines()}
     if name.lower() not in by_lower:
         raise ValueError(
-            f"the device {name!r} is unknown{did_you_mean(name, [*by_lower.values(), *kinds])} Known: {', '.join([*by_lower.values(), *kinds])}"
+            f"the device {name!r} is unknown{did_you_mean(name, [*by_lower.values(), *kinds])} Known: {', '.join([*by_lower.values(), *kinds])}.{generation_hint(name)}"
         )
     machine = by_lower[name.lower()]
     device = device_named(str(device_of_machine(machine)))
-    if match[1] is None and count > device.per_node:  # several machines
-        if count % device.per_node:
-            most = pluralize(device.per_node, "device")
+    most, notice = PER_NODE_OF.get(machine, device.per_node), None
+    if match[1] is None and count > most:  # several machines
+        if count % most:
             raise ValueError(
-                f"{text!r}: a machine has {most} of this kind; write e.g. '2 x {device.per_node} {machine}'"
+                f"{text!r}: a machine has {pluralize(most, 'device')} of this kind; write e.g. '2 x {most} {machine}'"
             )
-        nodes, count = count // device.per_node, device.per_node
-    return Machines(nodes, count, device.kind, machine)
+        nodes, count = count // most, most
+        notice = f"--devices {text.strip()!r} is taken as {pluralize(nodes, 'machine')} of {most}: {_larger(nodes * most, device, machine)}"
+    return Machines(nodes, count, device.kind, machine, notice)
+
+
+def _larger(count: int, device: Device, machine: str) -> str:
+    """Return how to write `count` devices of one machine: by the name of a machine that has as many, else by numbers."""
+    for name, size in PER_NODE_OF.items():
+        if DEVICES_OF[name] == device.name and count % size == 0 and name != machine:
+            return f"write '{count // size} x {size} {name}' for machines of {size}"
+    return f"write '1 x {count} {machine}' for one machine"
 
 
 def known_machines() -> list[str]:

@@ -163,7 +163,7 @@ def _text(file: Path, draft: Path, answers: Answers) -> tuple[str, list[str]]:
     )
     text = write(context, layout, *(line for line in (guesses, notice) if line is not None))
     load_recipe(draft)
-    notices = [notice] if notice is not None else []
+    notices = [line for line in (answers.machines.notice, notice) if line is not None]
     if unread is not None:
         notices.append(
             f"{guesses}, and `plan` needs it: {unread}. Then write the recipe anew: its lengths and layout will fit the model"

@@ -19,7 +19,7 @@ from megarl.commands.plan.count.devices import (
     whole_expert_bytes,
 )
 from megarl.commands.plan.count.engines import Engine, engines, not_counted, rank_of, too_small
-from megarl.commands.plan.count.host import assumed, host_refusals, hosts_of, keeps_weights
+from megarl.commands.plan.count.host import host_refusals, hosts_note, hosts_of, keeps_weights
 from megarl.commands.plan.count.libraries import LEGEND, counted_libraries
 from megarl.commands.plan.count.rank_client import ENGINES, RankClient
 from megarl.commands.plan.count.stages import Counted, check_trainable, counted, left_out
@@ -27,13 +27,16 @@ from megarl.commands.plan.count.types import EngineRank, Links, PipelineStage, R
 from megarl.commands.plan.count.workload import is_time_shared
 from megarl.commands.plan.environment import device_kind
 from megarl.commands.plan.explain import NotInstalled, adapters_alone, adapters_held, full_links, links, planned_from
+from megarl.commands.plan.progress import Report, silent
 from megarl.commands.plan.routes import as_expected, expected_routes
 from megarl.commands.plan.search.fits import EngineChoice, Subject
 from megarl.commands.plan.search.layouts import choice_of
+from megarl.commands.plan.search.needed import shortage
 from megarl.commands.plan.search.suggest import suggest
 from megarl.engines import arguments_of
 from megarl.engines.base import engine_name
 from megarl.engines.specs import policy_spec
+from megarl.errors import pluralize
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.families import has_tower
 from megarl.platform.device_table import Device
@@ -74,11 +77,12 @@ def make_plan(
     memory: float | None = None,
     response: float | None = None,
     advise: bool = True,
+    report: Report = silent,
 ) -> RecipePlan:
     """Build a plan. `models`: config.json of the policy ("rollout") and, if available, of critic, teacher and judge.
 
     `memory`: GiB, instead of the device's; without a device or `memory`, device memory is not checked. `advise`: suggest
-    layouts that fit if something does not, ranked by the estimate for a mean `response`. Raises ValueError for a model that
+    layouts that fit if something does not, ranked by the estimate for a mean `response`. `report` receives the progress. Raises ValueError for a model that
     cannot be trained, and for a layout that does not divide.
     """
     began, actor = time.monotonic(), models[ROLLOUT]
@@ -86,7 +90,7 @@ def make_plan(
     recipe = as_expected(recipe, routes)
     check_trainable(recipe, actor, models.get("critic", actor))  # takes milliseconds, so before engines are counted
     with RankClient() as trainers:  # used again for suggestions
-        plan, kinds, ranks = _counted(recipe, models, device, memory, trainers)
+        plan, kinds, ranks = _counted(recipe, models, device, memory, trainers, report)
         plan, memory = replace(plan, routes=routes), plan.memory
         if memory is None:
             return plan
@@ -106,7 +110,9 @@ def make_plan(
         subject = Subject(
             _as_sent(recipe, plan.weight_sync), actor, critic, replace(plan.device, memory=memory), response
         )
-        plan = _with_suggestions(plan, subject, trainers, engines_known, seconds=max(_WHOLE - took, took / 2))
+        seconds = max(_WHOLE - took, took / 2)
+        report(f"the recipe does not fit: searching for layouts that do, for up to {seconds:.0f} s")
+        plan = _with_suggestions(plan, subject, trainers, engines_known, seconds=seconds)
         return replace(plan, refusals=[*plan.refusals, *of_hosts])
 
 
@@ -116,13 +122,24 @@ def _counted(
     device: Device | None,
     memory: float | None,
     trainers: RankClient,
+    report: Report,
 ) -> tuple[RecipePlan, list[Engine], dict[str, EngineRank]]:
     """Return a plan without refusals, the engines, and one engine device per section."""
     actor = models[ROLLOUT]
     planned = recipe.train.source == "rollout" and is_sharded(recipe)
+
+    def counted_engines() -> list[Engine]:
+        kinds = engines(recipe, models, client)
+        report(f"counted {pluralize(sum(kind.counts is not None for kind in kinds), 'kind')} of engines")
+        return kinds
+
+    report("importing Megatron and vLLM, to build ranks without memory (seconds, minutes on a busy machine)")
     with RankClient(child=ENGINES) as client, ThreadPoolExecutor() as executor:
-        future = executor.submit(engines, recipe, models, client)
-        counts = counted(recipe, actor, models.get("critic", actor), trainers, held_slices=planned)
+        future = executor.submit(counted_engines)
+        critic = models.get("critic", actor)
+        counts = counted(recipe, actor, critic, trainers, held_slices=planned, report=report)
+        if planned:
+            report("computing which slices of the weights each engine needs")
         links, not_planned = _links(recipe, actor, counts, device, client)
         stages, kinds = counts.stages, future.result()
     recipe = _as_sent(recipe, links)
@@ -140,7 +157,7 @@ def _counted(
     occupants = Occupants(recipe, stages, ranks, swaps_of(recipe), largest, keeps, collected)
     hosts = hosts_of(occupants, device)
     if device is not None and hosts:
-        not_planned = [*not_planned, LEGEND, assumed(hosts, device.host_memory)]
+        not_planned = [*not_planned, LEGEND, hosts_note(hosts, device.host_memory)]
     plan = RecipePlan(
         recipe=recipe.name,
         device=device,
@@ -221,6 +238,8 @@ def _with_suggestions(
         return replace(plan, notes=[*plan.notes, str(error)])
     looked = f"The search for layouts that fit took {seconds:.0f} s and found {len(layouts) or 'none'}"
     notes = [f"{looked}; plan --search searches longer (--seconds)."] if stopped else []
+    if not layouts and (text := shortage(subject)):
+        notes = [text, *notes]
     return replace(plan, suggestions=layouts, notes=[*notes, *plan.notes])
 
 

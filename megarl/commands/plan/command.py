@@ -12,12 +12,13 @@ from megarl.atomic_files import check_target
 from megarl.commands.plan.build import make_plan
 from megarl.commands.plan.count.types import RecipePlan
 from megarl.commands.plan.environment import environment_of
-from megarl.commands.plan.options import SECONDS, PlanOptions, device_of
+from megarl.commands.plan.options import SECONDS, PlanOptions, device_of, host_memory_notes
 from megarl.commands.plan.preflight import checked, require
+from megarl.commands.plan.progress import Report, on_stderr, silent
 from megarl.commands.plan.routes import as_expected, expected_routes
 from megarl.commands.plan.search.search import load_for_search, require_device, search, subject_of
 from megarl.commands.plan.search.suggest import with_suggestions
-from megarl.commands.plan.show import search_console
+from megarl.commands.plan.show import search_console, verdict
 from megarl.commands.plan.show.console import show
 from megarl.commands.plan.show.page import render
 from megarl.commands.plan.time.calibrate import calibrate_run
@@ -41,8 +42,10 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, model: str 
     With `options.search`: print layouts that fit; 1 if none was found. Raises InputError for wrong options and input.
     """
     kind, table, device_notes = _device(path, options)
+    report = silent if options.as_json else on_stderr
+    report(f"checking {path}, its models and its data")
     if options.search:
-        return _search(path, overrides, options, model, require_device(kind), device_notes)
+        return _search(path, overrides, options, model, require_device(kind), device_notes, report)
     with with_suggestions(path, overrides, model, kind):
         recipe = load_recipe(path, overrides)
         look = checked(recipe, path, model)
@@ -55,7 +58,7 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, model: str 
         environment = environment_of(recipe, models, kind)
         for route in expected_routes(recipe, kind)[:1]:
             check_route(recipe, route, models.get("rollout"))
-        result = make_plan(recipe, models, kind, memory=options.memory, response=options.response)
+        result = make_plan(recipe, models, kind, memory=options.memory, response=options.response, report=report)
         if kind is not None:
             result = with_estimate(result, recipe, models, kind, table, options.response)
     result = replace(
@@ -70,6 +73,7 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, model: str 
         print(json.dumps(as_dict(result)))
     else:
         show(result)
+        verdict.show(verdict.of_plan(result, path, overrides))
     return int(bool(result.refusals))
 
 
@@ -89,11 +93,18 @@ def _device(path: Path, options: PlanOptions) -> tuple[Device | None, Device | N
         kind = replace(kind, memory=options.memory)
     if options.host_memory is not None:
         kind = replace(kind, host_memory=options.host_memory)
+    notes = [*notes, *host_memory_notes(kind, options)]
     return calibration.apply(kind) if calibration is not None else kind, kind, notes
 
 
 def _search(
-    path: Path, overrides: Sequence[str], options: PlanOptions, model: str | None, device: Device, notes: list[str]
+    path: Path,
+    overrides: Sequence[str],
+    options: PlanOptions,
+    model: str | None,
+    device: Device,
+    notes: list[str],
+    report: Report,
 ) -> int:
     recipe, divides = load_for_search(path, overrides, model, device)
     look = checked(divides, path, model)
@@ -104,12 +115,13 @@ def _search(
         for route in routes[:1]:
             check_route(divides, route, models.get("rollout"))
         subject = subject_of(as_expected(recipe, routes), models, device, options.response)
-        result = search(subject, seconds=options.seconds or SECONDS)
+        result = search(subject, seconds=options.seconds or SECONDS, report=report)
         result = replace(result, unchecked=look.texts("unavailable"), notes=[*look.texts("notice"), *notes])
         if options.as_json:
             print(search_console.as_json(subject, result))
         else:
             search_console.show(subject, result)
+            verdict.show(verdict.of_search(subject, result, path, overrides))
     return int(not result.best)
 
 

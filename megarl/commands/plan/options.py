@@ -106,3 +106,18 @@ def device_of(path: Path, name: str | None, table: Path | None) -> tuple[Device 
         f"{head_device}: {pluralize(machine[2], 'device')} a machine, as the recipe's head says.",
         *unused,
     ]
+
+
+def host_memory_notes(device: Device, options: PlanOptions) -> list[str]:
+    """Return a note with the source of the device's host memory; [] for a CPU, which has no other memory."""
+    if device.name == "CPU":
+        return []
+    packaged = devices().get(device.name)
+    source = "assumed: --host-memory or --devices FILE sets it"
+    if options.host_memory is not None:
+        source = "as --host-memory says"
+    elif options.devices is not None and (
+        packaged is None or devices(options.devices)[device.name].host_memory != packaged.host_memory
+    ):
+        source = f"as {options.devices} says"
+    return [f"Host memory: {device.host_memory:g} GiB a machine, {source}."]

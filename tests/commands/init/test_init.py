@@ -102,6 +102,25 @@ def test_plan_finds_the_device_in_the_head(devices: str, machine: tuple[str, int
     assert (device.name if device else None) == (machine[0] if machine else None)
 
 
+@pytest.mark.parametrize(
+    ("devices", "machine", "notice"),
+    [
+        ("16 910B", ("910B", 2, 8), "2 machines of 8: write '1 x 16 Atlas 200T A2 Box16' for machines of 16"),
+        ("16 H100", ("H100", 2, 8), "2 machines of 8: write '1 x 16 H100' for one machine"),
+        ("32 Atlas 200T A2 Box16", ("Atlas 200T A2 Box16", 2, 16), "2 machines of 16: write '1 x 32 Atlas"),
+        ("16 Atlas 200T A2 Box16", ("Atlas 200T A2 Box16", 1, 16), None),
+        ("2 x 8 910B", ("910B", 2, 8), None),
+    ],
+)
+def test_assumed_machines_are_reported(
+    devices: str, machine: tuple[str, int, int], notice: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(devices=devices)
+    output = capsys.readouterr().out
+    assert hardware_of(Path("a.yaml")) == machine
+    assert f"--devices {devices!r} is taken as {notice}" in output if notice else "taken as" not in output
+
+
 def test_lengths_fit_the_models_context(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     config = published.read("Qwen3-4B") | {"max_position_embeddings": 256}
@@ -242,6 +261,8 @@ def test_a_recipe_that_cannot_be_written_leaves_no_part() -> None:
     [
         ({"task": "rlhf"}, "--task: the task 'rlhf' is unknown"),
         ({"devices": "many"}, "--devices: 'many' is not a number"),
+        ({"devices": "16x8 A2"}, r"'A2' is unknown.* A2 machines have 910B devices: name 910B, 910B1, .* or 910B4"),
+        ({"devices": "8 A3"}, "'A3' is unknown.* A3 machines have 910C devices: name 910C or 910C 20 cores"),
         ({"data": "a.csv"}, r"--data: a\.csv ends neither"),
         ({"reward": "gsm8"}, "--reward: the scorer 'gsm8' is unknown"),
         ({"reward": "remote"}, "--reward: the scorer 'remote' is unknown"),

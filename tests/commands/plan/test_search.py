@@ -19,6 +19,7 @@ from megarl.commands.plan.count.rank_client import RankClient, RankRequest
 from megarl.commands.plan.count.stages import built_from, stages_of
 from megarl.commands.plan.count.types import Activations, PipelineStage, RankMemory
 from megarl.commands.plan.options import PlanOptions
+from megarl.commands.plan.progress import Report
 from megarl.commands.plan.search import search as module
 from megarl.commands.plan.search import suggest
 from megarl.commands.plan.search.fits import FitChecker, HostTooSmallError, Subject, too_large
@@ -282,7 +283,7 @@ def search_command(route: str, monkeypatch: pytest.MonkeyPatch, as_json: bool = 
     """Run `plan --search` where the expected route is full, with a search that finds nothing. Return the subjects."""
     subjects: list[Subject] = []
 
-    def nothing(task: Subject, *, seconds: float) -> SearchResult:
+    def nothing(task: Subject, *, seconds: float, report: Report) -> SearchResult:
         subjects.append(task)
         return SearchResult()
 
@@ -308,7 +309,8 @@ def test_a_search_uses_the_expected_route_and_shows_the_notes(
     assert status == 1 and [task.recipe.weight_sync.route for task in subjects] == ["full"]
     shown = json.loads(capsys.readouterr().out)
     assert shown["unchecked"] == ["rewards: no judge here"]
-    assert shown["notes"] == ["seeds differ", "the device is H100, as the recipe says"]
+    assert shown["notes"][:2] == ["seeds differ", "the device is H100, as the recipe says"]
+    assert [note.partition(":")[0] for note in shown["notes"][2:]] == ["Host memory"]
     search_command("auto", monkeypatch, as_json=False)
     printed = capsys.readouterr().out
     assert "Not checked: rewards: no judge here" in printed and "as the recipe says" in printed

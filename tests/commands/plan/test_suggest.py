@@ -10,6 +10,7 @@ import pytest
 
 from megarl.commands.plan.search import suggest
 from megarl.commands.plan.search.layouts import Choice, choice_of, refusal
+from megarl.errors import InputError
 from megarl.preflight.load import load_recipe
 from megarl.recipe.load import to_yaml
 from tests.support.layout_search import NO_CLIENT, FakeFitChecker, subject
@@ -60,7 +61,8 @@ def test_layouts_that_divide_are_proposed_without_counting(monkeypatch: pytest.M
         changed = replace(task.recipe, megatron=replace(task.recipe.megatron, **{k: int(v) for k, v in sizes.items()}))
         assert refusal(changed, task.model) is None
     small = replace(task, device=replace(task.device, memory=1e-6))
-    assert suggest.uncounted_layouts(small) == []
+    with pytest.raises(InputError, match="No engine layout on these devices"):
+        suggest.uncounted_layouts(small)
 
 
 def test_suggestions_change_as_few_settings_as_possible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -217,9 +217,6 @@ def _samples(recipe: Recipe) -> int:
     return 2 * samples * longest_sample(recipe) * _BYTES_A_TOKEN
 
 
-def assumed(hosts: list[HostUse], memory: float) -> str:
+def hosts_note(hosts: list[HostUse], memory: float) -> str:
     """Return the note below the table of hosts."""
-    return (
-        f"{LEGEND} {pluralize(sum(host.nodes for host in hosts), 'machine')} of {memory:g} GiB, which is assumed unless "
-        "--host-memory or --devices sets it."
-    )
+    return f"{LEGEND} {pluralize(sum(host.nodes for host in hosts), 'machine')} of {memory:g} GiB."

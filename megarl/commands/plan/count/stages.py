@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megarl.commands.plan.count.host import host_copies
 from megarl.commands.plan.count.rank_client import RankClient, RankRequest
 from megarl.commands.plan.count.types import Activations, PipelineStage, RankMemory
 from megarl.commands.plan.count.workload import Workload, first_ranks, peak_workload, trainers_offload
+from megarl.commands.plan.progress import Report, silent
 from megarl.hf.families.check import check_model
 from megarl.megatron.extra_settings import check_extra, fields_of_megatron
 from megarl.megatron.layout import check_layout
@@ -64,19 +66,21 @@ def counted(
     client: RankClient,
     *,
     held_slices: bool = False,
+    report: Report = silent,
 ) -> Counted:
     """Count every stage of the actor, then of the critic if there is one.
 
-    `..._model`: config.json. `held_slices`: also describe the actor ranks' slices of the checkpoint's tensors. Raises
-    ValueError for a layout that does not divide; `check_trainable` checks more.
+    `..._model`: config.json. `held_slices`: also describe the actor ranks' slices of the checkpoint's tensors. `report` receives the
+    progress. Raises ValueError for a layout that does not divide; `check_trainable` checks more.
     """
     with tempfile.TemporaryDirectory() as directory:
         built = built_from(recipe, actor_model, Path(directory, "actor"))
-        result = _counted("actor", built, recipe.megatron, client, held_slices=held_slices)
+        result = _counted("actor", built, recipe.megatron, client, held_slices=held_slices, report=report)
         if uses_critic(recipe.algorithm):
             view = replace(recipe, critic=replace(recipe.critic, model_path=None))
             built = built_from(view, critic_model, Path(directory, "critic"))
-            result = replace(result, stages=result.stages + stages_of("critic", built, recipe.critic.megatron, client))
+            critic = _counted("critic", built, recipe.critic.megatron, client, report=report)
+            result = replace(result, stages=result.stages + critic.stages)
     return result
 
 
@@ -149,6 +153,7 @@ def _counted(
     numbers: Sequence[int] | None = None,
     *,
     held_slices: bool = False,
+    report: Report = silent,
 ) -> Counted:
     view = critic_view(recipe) if role == "critic" else recipe
     model = json.loads((Path(view.model.path) / "config.json").read_text(encoding="utf-8"))
@@ -160,7 +165,9 @@ def _counted(
         stage: RankRequest(recipe, firsts[stage], role == "critic", None if stage in inner[1:-1] else work, held_slices)
         for stage, work in works.items()
     }
-    answers = _answers(questions, client)
+    answers = _answers(
+        questions, client, lambda done: report(f"{role}: counted {done} of {len(works)} pipeline stages")
+    )
     held, not_planned = None, None
     if held_slices:
         try:
@@ -209,8 +216,14 @@ def _check(view: Recipe, model: dict[str, Any]) -> None:
     check_lora(model, view.lora, view.megatron)
 
 
-def _answers(questions: dict[int, RankRequest], client: RankClient) -> dict[int, dict[str, Any]]:
+def _answers(
+    questions: dict[int, RankRequest], client: RankClient, report: Callable[[int], None] = lambda _: None
+) -> dict[int, dict[str, Any]]:
+    """Return the answers by stage. `report` receives the number of answers after each of them."""
     in_flight = {stage: client.submit(question) for stage, question in questions.items()}
+    for done, future in enumerate(as_completed(in_flight.values()), 1):
+        future.result()
+        report(done)
     answers = {stage: future.result() for stage, future in in_flight.items()}
     for answer in answers.values():
         if "error" in answer:

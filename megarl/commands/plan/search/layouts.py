@@ -18,7 +18,7 @@ from megarl.engines import check_groups
 from megarl.errors import plain
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.megatron.extra_settings import check_extra
-from megarl.megatron.layout import check_layout
+from megarl.megatron.layout import check_layout, uneven_stages
 from megarl.megatron.lora.targets import check_lora
 from megarl.preflight.engines import check_experts, check_heads
 from megarl.preflight.recipe.general import validate
@@ -187,26 +187,9 @@ def _pipelines(
             if layers // chunks >= stages:
                 cuts += [
                     (chunks if chunks > 1 else None, first and first * chunks, last and last * chunks)
-                    for first, last in _uneven(layers // chunks, stages)
+                    for first, last in uneven_stages(layers // chunks, stages)
                 ]
     yield from dict.fromkeys(cuts)
-
-
-def _uneven(units: int, stages: int) -> list[tuple[int | None, int | None]]:
-    """Split `units` over `stages` so that the inner stages are equal and the largest stage is smallest.
-
-    Returns (first, last) pairs. (None, None): all stages are equal.
-    """
-    if units % stages == 0:
-        return [(None, None)]
-    ways = []
-    for each in (units // stages, units // stages + 1):
-        ends = units - each * (stages - 2)
-        for first in {ends // 2, ends - ends // 2}:
-            if first >= 1 and ends - first >= 1:
-                ways.append((max(each if stages > 2 else 0, first, ends - first), first, ends - first))
-    least = min((most for most, _, _ in ways), default=0)
-    return [(first, last) for most, first, last in ways if most == least]
 
 
 def _experts(experts: int, stage: int) -> Iterator[tuple[int, int]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from megarl.algorithms.advantages import uses_critic
 from megarl.commands.plan.count.rank_client import CannotCount, RankClient
+from megarl.commands.plan.progress import Report, silent
 from megarl.commands.plan.search.fits import NEAR, FitChecker, HostTooSmallError, Subject
 from megarl.commands.plan.search.layouts import (
     RECOMPUTE,
@@ -27,6 +28,7 @@ from megarl.commands.plan.search.layouts import (
     overrides,
     sizes_of_micro_batches,
 )
+from megarl.commands.plan.search.needed import engines_that_hold
 from megarl.errors import InputError
 from megarl.platform.device_table import Device
 from megarl.preflight.load import load_recipe
@@ -100,13 +102,13 @@ _Verdict = int | str | _Unlikely | HostTooSmallError
 """Bytes of the fullest rank, or the error of a run, or a forecast that is too large, or hosts that are too small."""
 
 
-def search(subject: Subject, *, seconds: float, count: int = 10) -> SearchResult:
+def search(subject: Subject, *, seconds: float, count: int = 10, report: Report = silent) -> SearchResult:
     """Return the `count` fastest layouts that fit, or those counted within `seconds`. The recipe's layout is counted first,
-    so it is among them if it fits."""
+    so it is among them if it fits. `report` receives the progress."""
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as directory, RankClient(_PROCESSES) as client:
         checker = FitChecker(subject, client, Path(directory), fastest_engines(subject), deadline)
-        return _Search(subject, checker, deadline, count).run()
+        return _Search(subject, checker, deadline, count, report).run()
 
 
 def examine(checker: FitChecker, choice: Choice, near: float | None) -> _Verdict:
@@ -159,9 +161,10 @@ def with_first_layout(recipe: Recipe, model: dict[str, Any], device: Device) -> 
 
 
 def fastest_engines(subject: Subject) -> list[EngineLayout]:
-    """Return the fastest engine layouts by estimate; the trainers' layout does not matter."""
+    """Return the fastest engine layouts by estimate that hold the weights; the trainers' layout does not matter. Raises
+    InputError if there is none."""
     recipe, choice = subject.recipe, choice_of(subject.recipe)
-    candidates = list(engine_layouts(recipe, subject.model, subject.device.per_node))
+    candidates = engines_that_hold(subject)
     choice = replace(choice, layout=next(layouts(recipe, subject.model, subject.device.per_node), choice.layout))
     candidates.sort(key=lambda engines: subject.step_seconds(apply_choice(recipe, replace(choice, engines=engines))))
     return candidates[:_ENGINES]
@@ -188,9 +191,11 @@ def _offloads(subject: Subject) -> tuple[bool, ...]:
 
 
 class _Search:
-    def __init__(self, subject: Subject, checker: FitChecker, deadline: float, count: int) -> None:
+    def __init__(
+        self, subject: Subject, checker: FitChecker, deadline: float, count: int, report: Report = silent
+    ) -> None:
         self._subject, self._checker = subject, checker
-        self._deadline, self._count = deadline, count
+        self._deadline, self._count, self._report = deadline, count, report
         self._began = time.monotonic()
         self._queue: list[tuple[float, int, _Family]] = []
         self._unlikely: list[tuple[float, int, Choice]] = []
@@ -207,6 +212,7 @@ class _Search:
             # The recipe's layout first: results are compared with it, and a recipe that fits is always in them.
             self._own_verdict = workers.submit(self._examine_own)
             self._estimate_all()
+            self._report(f"estimated {self._result.possible:,} choices; counting the fastest that may fit")
             self._count_all(workers)
         finally:
             workers.shutdown(wait=False, cancel_futures=True)  # their requests end with the client
@@ -270,6 +276,9 @@ class _Search:
             left = max(0.0, self._deadline - time.monotonic())
             for future in wait(running, timeout=left, return_when=FIRST_COMPLETED).done:
                 self._settle(running.pop(future), future.result())
+                counted = len(self._result.best) + self._result.counted_too_large + self._result.hosts_too_small
+                left = max(0.0, self._deadline - time.monotonic())
+                self._report(f"counted {counted}, of which {len(self._result.best)} fit; at most {left:.0f} s left")
         self._counting = tuple(running.values())
 
     def _left(self) -> int:

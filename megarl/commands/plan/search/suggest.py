@@ -19,13 +19,12 @@ from megarl.commands.plan.search.fits import EngineChoice, FitChecker, Subject, 
 from megarl.commands.plan.search.forecast import setting
 from megarl.commands.plan.search.layouts import (
     Choice,
-    EngineLayout,
     apply_choice,
     choice_of,
-    engine_layouts,
     overrides,
     refusal,
 )
+from megarl.commands.plan.search.needed import nearest_engines, shortage
 from megarl.commands.plan.search.search import examine, families, fastest_engines, subject_of, with_first_layout
 from megarl.errors import InputError, RecipeError
 from megarl.platform.device_table import Device
@@ -54,7 +53,7 @@ def suggest(
     """
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as directory:
-        ways = [_own_engines(subject), *fastest_engines(subject)] if engines is None else []
+        ways = [nearest_engines(subject), *fastest_engines(subject)] if engines is None else []
         checker = FitChecker(subject, client, Path(directory), list(dict.fromkeys(ways)), deadline, engines)
         search = _SuggestionSearch(subject, checker, deadline)
         workers = ThreadPoolExecutor(_AT_A_TIME)
@@ -150,10 +149,11 @@ def _without_layers(choice: Choice) -> Choice:
 def uncounted_layouts(subject: Subject) -> list[str]:
     """Return command lines of layouts like `suggest`, by arithmetic alone, within a second or two.
 
-    No check of a run refuses them, and their lower bound fits the device. Whether they fit is known only after counting.
+    No check of a run refuses them, their lower bound fits the device, and their engines hold the weights. Whether they fit is
+    known only after counting. Raises InputError if no engines hold the weights.
     """
     recipe, lines = subject.recipe, dict[tuple[int, ...], str]()
-    engines = _own_engines(subject)
+    engines = nearest_engines(subject)
     near = _by_changes(subject, lambda choice: too_large(subject, choice))
     for choice in islice(near, _EXAMINED):
         candidate = apply_choice(recipe, replace(choice, engines=engines))
@@ -162,12 +162,6 @@ def uncounted_layouts(subject: Subject) -> list[str]:
         if len(lines) == _COUNT:
             break
     return list(lines.values())
-
-
-def _own_engines(subject: Subject) -> EngineLayout:
-    """Return the recipe's engines, or the first valid ones if they are invalid."""
-    current = choice_of(subject.recipe).engines
-    return next(engine_layouts(subject.recipe, subject.model, subject.device.per_node), current)
 
 
 def _by_changes(subject: Subject, too_large: Callable[[Choice], bool]) -> Iterator[Choice]:
@@ -195,16 +189,14 @@ def _by_changes(subject: Subject, too_large: Callable[[Choice], bool]) -> Iterat
 
 @contextlib.contextmanager
 def with_suggestions(path: Path, settings: Sequence[str], model: str | None, device: Device | None) -> Iterator[None]:
-    """Add layouts that divide to an error inside the block, if the recipe's layout caused it."""
+    """Add layouts that divide, or the devices that are needed, to an error inside the block that the recipe's layout caused."""
     try:
         yield
     except (RecipeError, InputError) as error:
-        suggestions = [] if device is None else _instead(path, settings, model, device)
-        if not suggestions:
+        lines = [] if device is None else _instead(path, settings, model, device)
+        if not lines:
             raise
-        lines = "".join(f"\n  divides   {line}" for line in suggestions)
-        lines += "\n  Their memory was not counted: plan them, or search for more with --search."
-        raise InputError(f"{error}{lines}") from error
+        raise InputError("\n  ".join([str(error), *lines])) from error
 
 
 def _instead(path: Path, settings: Sequence[str], model: str | None, device: Device) -> list[str]:
@@ -212,6 +204,18 @@ def _instead(path: Path, settings: Sequence[str], model: str | None, device: Dev
         recipe = load_recipe(path, settings, check=False)
         config = policy_config_of(recipe.model, path, model)
         to_blame = refusal(recipe, config) and not refusal(with_first_layout(recipe, config, device), config)
-        return uncounted_layouts(subject_of(recipe, {"rollout": config}, device)) if to_blame else []
+        return _lines_of(subject_of(recipe, {"rollout": config}, device)) if to_blame else []
     except ValueError:
         return []  # there is another fault, and the original error names it
+
+
+def _lines_of(subject: Subject) -> list[str]:
+    """Return the lines below the error: layouts that divide, or the reason why none is proposed."""
+    try:
+        layouts = uncounted_layouts(subject)
+    except InputError as error:  # no engines hold the weights
+        return [str(error)]
+    if not layouts:
+        return [text] if (text := shortage(subject)) else []
+    remark = "Their memory was not counted: plan them, or search for more with --search."
+    return [*(f"divides   {line}" for line in layouts), remark]

@@ -37,7 +37,7 @@ def show(subject: Subject, result: SearchResult) -> None:
         if current is not None:
             console.print(f"The recipe's own layout: {current.seconds:.1f} s, estimated.", highlight=False)
         console.print("Overrides of the first:")
-        console.print(f"  {' '.join(_overrides(subject, best)) or 'none: it is the recipe'}\n", soft_wrap=True)
+        console.print(f"  {' '.join(overrides_of(subject, best)) or 'none: it is the recipe'}\n", soft_wrap=True)
     else:
         hosts = f" and hosts of {subject.device.host_memory:,.10g} GiB" if result.hosts_too_small else ""
         console.print(f"No layout that fits into {sized(subject.limit)}{hosts} was found.")
@@ -51,7 +51,7 @@ def as_json(subject: Subject, result: SearchResult) -> str:
     counts = {name: value for name, value in asdict(result).items() if name not in ("best", *lists)}
     best = [
         {
-            "overrides": _overrides(subject, fitting.choice),
+            "overrides": overrides_of(subject, fitting.choice),
             "choice": asdict(fitting.choice),
             "peak_gib": fitting.peak / GIB,
             "estimate": asdict(_estimate(subject, fitting.choice)),
@@ -166,5 +166,5 @@ def _own_estimate(subject: Subject) -> Estimate | None:
     return estimate(subject.recipe, subject.models, subject.device, response=subject.response)
 
 
-def _overrides(subject: Subject, choice: Choice) -> list[str]:
+def overrides_of(subject: Subject, choice: Choice) -> list[str]:
     return overrides(subject.recipe, apply_choice(subject.recipe, choice))
