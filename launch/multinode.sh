@@ -9,6 +9,8 @@
 #   DEVICES_PER_NODE     devices of each node (default: what Ray finds). Also on a single node, which then starts Ray here
 #   MASTER_PORT          Ray's port on node rank 0 (6379); the next two are used as well
 #   MEGARL_JOIN_TIMEOUT  seconds until every node must have joined (600). With cluster.elastic, a run that goes on then starts without the rest
+#   INTERFACE            the network interface between the nodes (ip -br addr), where they have several: the value of
+#                        HCCL_, GLOO_, TP_ and NCCL_SOCKET_IFNAME, each unless it is set
 #   MEGARL_NODE_IP       this node's address, where it has several
 #   MEGARL_JOIN_DIR      a folder that every node sees; node rank 0 writes the run's secret there (runs_dir)
 #   MEGARL_VENV          the Python environment (.venv)
@@ -24,6 +26,13 @@ case "${1:-}" in
     exit 0
     ;;
 esac
+if [ -n "${MEGARL_INTERFACE:-}" ]; then
+  echo "megarl multinode: set INTERFACE=$MEGARL_INTERFACE instead of MEGARL_INTERFACE, which no launcher reads" >&2
+  exit 2
+fi
+if [ -n "${INTERFACE:-}" ]; then
+  for name in {HCCL,GLOO,TP,NCCL}_SOCKET_IFNAME; do export "$name=${!name:-$INTERFACE}"; done
+fi
 cd "$(dirname "$0")/.."
 python=python3
 if [ -n "${MEGARL_VENV:-}" ] || [ -x .venv/bin/python ]; then python=${MEGARL_VENV:-.venv}/bin/python; fi

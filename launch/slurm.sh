@@ -21,7 +21,7 @@
 export DEVICES_PER_NODE=${DEVICES_PER_NODE:-${SLURM_GPUS_ON_NODE:-16}}
 # With an image, made as docs/devices_reference.md shows (leave out files that the hosts lack; on GPUs add --nv): container=(apptainer exec --bind /shared,/usr/local/Ascend/driver,/usr/local/dcmi,/usr/local/bin/npu-smi,/etc/ascend_install.info,/etc/hccn.conf megarl.sif)
 container=()
-interface=${MEGARL_INTERFACE:-}                 # the network interface between the nodes, where there are several
+export INTERFACE=${INTERFACE:-}                # the network interface between the nodes, where there are several
 
 set -eu
 if [ -z "${SLURM_JOB_ID:-}" ]; then
@@ -32,9 +32,6 @@ cd "${SLURM_SUBMIT_DIR:?}" # Slurm runs a copy of this file
 if [ ! -f launch/multinode.sh ]; then
   echo "no launch/multinode.sh in $PWD: call sbatch in megarl's folder, which every node must see" >&2
   exit 2
-fi
-if [ -n "$interface" ]; then
-  for library in HCCL GLOO TP NCCL; do export "${library}_SOCKET_IFNAME=$interface"; done
 fi
 # One task per node, on all its cores. srun forwards signals, and the launcher of each node ends the processes that it started:
 # srun must not kill launchers because another has ended.

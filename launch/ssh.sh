@@ -8,7 +8,7 @@
 # HOSTS is a file with a host per line, node rank 0 first; one line is a run on one node. Ctrl-C ends the run on all nodes,
 # in order. Lines of other nodes than the first begin with the host's name.
 #
-#   INTERFACE          the network interface between the nodes (ip -br addr), where they have several
+#   INTERFACE          the network interface between the nodes (ip -br addr), where they have several; as in launch/multinode.sh
 #   DEVICES_PER_NODE   devices of each node (default: what Ray finds)
 #   MASTER_ADDR        address of the first host (default: its name in HOSTS, without user@)
 #   MASTER_PORT        as in launch/multinode.sh, like MEGARL_JOIN_TIMEOUT and MEGARL_JOIN_DIR
@@ -33,12 +33,9 @@ if [ ${#hosts[@]} = 0 ]; then
 fi
 variables=(NNODES="${#hosts[@]}" MASTER_ADDR="${MASTER_ADDR:-${hosts[0]##*@}}" PYTHONUNBUFFERED=1)
 mapfile -t libraries < <(compgen -e | grep -E '^(HCCL|NCCL|GLOO)_')
-for name in DEVICES_PER_NODE MASTER_PORT MEGARL_JOIN_TIMEOUT MEGARL_JOIN_DIR HF_HOME HF_ENDPOINT RAY_TMPDIR ${libraries[@]+"${libraries[@]}"}; do
+for name in INTERFACE DEVICES_PER_NODE MASTER_PORT MEGARL_JOIN_TIMEOUT MEGARL_JOIN_DIR HF_HOME HF_ENDPOINT RAY_TMPDIR ${libraries[@]+"${libraries[@]}"}; do
   if [ -n "${!name:-}" ]; then variables+=("$name=${!name}"); fi
 done
-if [ -n "${INTERFACE:-}" ]; then
-  for library in HCCL GLOO TP NCCL; do variables+=("${library}_SOCKET_IFNAME=$INTERFACE"); done
-fi
 pids=runs/.launcher-${hosts[0]} # files with the process ids of launchers on the first node
 pid_file=$pids.$(hostname).$$.pid
 
@@ -76,6 +73,10 @@ stop() { # FILES: a pattern. A file may be of a launcher that has ended, and its
 if [ "$1" = --stop ]; then
   stop "$pids.*.pid"
   exit
+fi
+if [ -n "${MEGARL_INTERFACE:-}" ]; then
+  echo "ssh.sh: set INTERFACE=$MEGARL_INTERFACE instead of MEGARL_INTERFACE, which no launcher reads" >&2
+  exit 2
 fi
 trap 'stop "$pid_file" || true' INT TERM HUP
 others=()

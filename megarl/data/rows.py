@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.atomic_files import make_folder
 from megarl.data.columns import ColumnSelection
-from megarl.errors import cut_end
+from megarl.errors import command_name, cut_end
 
 _BATCH = 4096  # rows of a parquet file that are converted to Python objects at a time
 _BATCH_OF_IMAGES = 64  # the same for rows with images, which are large
@@ -178,15 +178,23 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     pyarrow.parquet.write_table(table, path, compression="zstd", write_page_checksum=True)
 
 
+class MissingFile(ValueError):
+    """A data file that does not exist: the problem, and what to change."""
+
+    def __init__(self, problem: str, remedy: str):
+        self.problem, self.remedy = problem, remedy
+        super().__init__(f"{problem}: {remedy}")
+
+
 def check_file(file: Path) -> None:
-    """Raise ValueError if the file is missing, or neither .parquet nor .jsonl."""
+    """Raise ValueError if the file is missing (MissingFile), or neither .parquet nor .jsonl."""
     if file.parts[:1] == ("hf:",):  # a name that stands for its files where they are in the cache
         name = f"hf://{Path(*file.parts[1:])}"
         raise ValueError(
             f"{name} is not in this machine's cache of the hub: `train` and `eval` download it (docs/hub.md)"
         )
     if not file.is_file():
-        raise ValueError(f"{file}: no such file{_neighbours(file)}")
+        raise _missing_file(file)
     if file.suffix not in (".parquet", ".jsonl"):
         raise ValueError(f"{file}: {wrong_format(file)}")
 
@@ -287,8 +295,15 @@ def _jsonl_row(where: str, line: bytes, selection: ColumnSelection) -> Row:
     return Row(where, selection.values(where, values))
 
 
-def _neighbours(file: Path) -> str:
+def _missing_file(file: Path) -> MissingFile:
     if not file.parent.is_dir():
-        return f" (nor a directory {file.parent}): correct the path; `megarl data --help` lists the data sets that megarl prepares"
+        remedy = (
+            "correct the path, or make the file (the head of a recipe of megarl has the command): `megarl data --help` "
+            "lists the data sets that megarl prepares"
+        )
+        if file.parts[-4:-1] == ("data", "quickstart", "data"):
+            remedy = f"run `{command_name()} data quickstart --out data/quickstart` to make it"
+        return MissingFile(f"{file}: no such file (nor a directory {file.parent})", remedy)
     names = sorted(path.name for path in file.parent.iterdir() if path.suffix in (".parquet", ".jsonl"))
-    return f"; {file.parent} has {', '.join(names) or 'no .parquet or .jsonl files'}"
+    has = ", ".join(names) or "no .parquet or .jsonl files"
+    return MissingFile(f"{file}: no such file; {file.parent} has {has}", "correct the path")

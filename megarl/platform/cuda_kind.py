@@ -59,7 +59,7 @@ CUDA = DeviceKind(
         VersionSet(
             "CUDA",
             "cuda",
-            ("3.11", "3.12"),
+            ("3.12",),
             {
                 "torch": ">=2.13,<2.15",
                 "transformers": ">=5.16.1,<5.21",

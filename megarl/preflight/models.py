@@ -123,7 +123,10 @@ def _missing_remedy(path: str) -> str:
     end = "/".join(Path(path).parts[-3:])
     if end in _REMEDIES:
         return _REMEDIES[end].format(command_name())
-    return "give the model's Hugging Face directory, with its config.json, or a name on the hub (OWNER/NAME)"
+    return (
+        "download or make it (the head of a recipe of megarl has the command), or give another Hugging Face directory with its "
+        "config.json, or a name on the hub (OWNER/NAME)"
+    )
 
 
 LARGEST_SIZES = {

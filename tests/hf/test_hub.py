@@ -196,7 +196,7 @@ class TestModels:
     ) -> None:
         commit = server.model("org/tiny").commit(MODEL)
         server.waits = 2.0
-        monkeypatch.setattr("megarl.hf.hub.files._TIMEOUT", 0.2)
+        monkeypatch.setattr("megarl.hf.hub.files.TIMEOUT", 0.2)
         assert "does not answer" in refused("org/tiny")
         server.waits = 0.0
         assert hub.pin_model(model("org/tiny"))[0].revision == commit

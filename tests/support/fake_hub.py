@@ -104,7 +104,8 @@ class FakeHub:
         if commit not in repository.commits:
             return _refuse(handler, 404, "RevisionNotFound")
         files = repository.commits[commit]
-        answer: Any = {"id": f"{owner}/{repo}", "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+        siblings = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
+        answer: Any = {"id": f"{owner}/{repo}", "sha": commit, "siblings": siblings}
         if verb == "tree":
             answer = [
                 {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}

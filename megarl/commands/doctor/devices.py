@@ -30,7 +30,13 @@ def platform(machine: Machine, needs: Needs) -> Iterator[Finding]:
     present = [(other, machine.glob(other.files)) for other in KINDS if other.files and other is not kind]
     idle = [f"{len(files)} of {other.files}" for other, files in present if files]
     if needs.device != "auto" and kind.absent and sees.kind != kind.name:
-        yield fail(f"{why}, and {kind.absent}", f"{kind.install}, or set cluster.device=auto")
+        remedy = f"{kind.install}, or set cluster.device=auto"
+        if kind.files and not machine.glob(kind.files):
+            remedy = (
+                f"this machine has no {kind.files}: run the recipe on a machine that has (in a container, pass the devices in: "
+                f"{kind.pass_in}), and {kind.install} there; here only `megarl plan` and `megarl rehearse` work"
+            )
+        yield fail(f"{why}, and {kind.absent}", remedy)
     elif idle and needs.device == "auto":
         remedy = ", or ".join(other.install for other, files in present if files)
         remedy += f"; to use {kind.name}, set cluster.device={kind.name}"

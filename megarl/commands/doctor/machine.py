@@ -21,6 +21,8 @@ from typing import Any
 import megarl
 from megarl.platform.version_sets import version_of
 
+TIMEOUT = "did not end within"  # in the error of a command that was ended after its time limit
+
 
 @dataclass(frozen=True)
 class Output:
@@ -166,7 +168,7 @@ def run(command: Sequence[str], environ: dict[str, str], seconds: float) -> Outp
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Output(-1, "", f"{command[0]} did not end within {seconds:.0f} s")
+        return Output(-1, "", f"{command[0]} {TIMEOUT} {seconds:.0f} s")
     return Output(done.returncode, done.stdout, done.stderr)
 
 

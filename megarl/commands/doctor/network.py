@@ -163,7 +163,8 @@ def interfaces(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if good and needs.nodes > 1 and len(outer) > 1 and unset:
         names = ", ".join(outer[:6])
         text = f"{', '.join(unset)} not set, and {len(outer)} interfaces are up ({names}): the library has to guess"
-        yield warning(text, "on each node, name the interface that reaches the other nodes")
+        remedy = "set INTERFACE, which launch/*.sh copy to these variables, to the interface that reaches the other nodes (ip -br addr)"
+        yield warning(text, f"{remedy}; if nodes differ, set it on each of them")
     elif good:
         set_by_user = "" if len(unset) == len(variables) else ", as the variables name them"
         yield ok(f"{', '.join(outer) or 'only lo'} up{set_by_user}")

@@ -48,7 +48,7 @@ def cann(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield fail(
             f"no CANN in {where}",
             f"install CANN {expected} with the kernels of its chips, or source the set_env.sh of another folder; "
-            f"or use an image: {chosen.install}",
+            f"or use {chosen.install}",
         )
         return
     if home is None:

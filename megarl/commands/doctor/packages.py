@@ -9,7 +9,7 @@ from packaging.version import InvalidVersion, Version
 
 from megarl.commands.doctor.check import check
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
-from megarl.commands.doctor.machine import Machine
+from megarl.commands.doctor.machine import TIMEOUT, Machine
 from megarl.commands.doctor.platform_detection import platform_of, torch_sees
 from megarl.commands.doctor.versions import MINIMUM_VERSIONS, PYTHON, nearest_set
 from megarl.platform.kinds import KINDS
@@ -59,7 +59,7 @@ def packages(machine: Machine, needs: Needs) -> Iterator[Finding]:
     ]
     if different:
         text = f"versions differ from the {chosen.name} set: {', '.join(different)}"
-        yield warning(text, f"untested together; {how}")
+        yield warning(text, f"they are untested together: install {how}")
     for minimum in MINIMUM_VERSIONS:
         version = have.get(minimum.package)
         if version is None or Version(version) >= Version(minimum.version):
@@ -108,14 +108,14 @@ def imports(machine: Machine, needs: Needs) -> Iterator[Finding]:
         sglang = threads.submit(machine.python_code, _SGLANG, _IMPORT_SECONDS) if "sglang" in libraries else None
     trainer = training.result()
     if not trainer.good:
-        yield fail(f"a trainer's modules: {trainer.last_error}", f"run: python -c {trainer_code!r}")
+        yield fail(f"a trainer's modules: {trainer.last_error}", _import_remedy(trainer.last_error, trainer_code))
     # Name of each engine in the report -> its error, "" if it can be imported, and the code that was run.
     engines: dict[str, tuple[str, str]] = {}
     if vllm is not None:
         engines[f"vLLM on {device}"] = vllm.result(), _ENGINE
     if sglang is not None:
         engines["SGLang"] = "" if sglang.result().good else sglang.result().last_error, _SGLANG
-    problems = [(error, f"run: python -c {code!r}") for error, code in engines.values() if error]
+    problems = [(error, _import_remedy(error, code)) for error, code in engines.values() if error]
     for error, remedy in problems:
         yield (
             fail(f"an engine's modules: {error}", remedy)
@@ -124,6 +124,17 @@ def imports(machine: Machine, needs: Needs) -> Iterator[Finding]:
         )
     if trainer.good and not problems:
         yield ok(f"trainer (Megatron, mbridge) and engine ({', '.join(engines)})")
+
+
+def _import_remedy(error: str, code: str) -> str:
+    """Return what to do about the `error` of an import by `code`."""
+    if TIMEOUT not in error:
+        return f"for the whole traceback run: python -c {code!r}"
+    return (
+        "run the doctor again: the first import reads gigabytes, and later ones find them in memory. If it takes as long "
+        "again, the environment's file system is slow or the CPUs are busy (top): copy the environment to a local disk. "
+        f"To see where the import waits: python -X importtime -c {code!r}"
+    )
 
 
 def _vllm(machine: Machine, device: str) -> str:

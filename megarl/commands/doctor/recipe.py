@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.cluster.device_map import place
+from megarl.commands.doctor.downloads import downloads_of
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.launch.topology import read_topology
+from megarl.data.rows import MissingFile
 from megarl.engines.routes import check_route, route_here
 from megarl.engines.specs import fixed_models
-from megarl.errors import RecipeError, pluralize
+from megarl.errors import RecipeError, command_name, pluralize
 from megarl.hf import weights as hf_weights
 from megarl.megatron.extra_settings import attention_needs
 from megarl.observe.run_dir import RunDirectory
@@ -28,6 +31,8 @@ from megarl.weight_sync.session import HOST_MEMORY_TRANSPORTS
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _RUNS_PROGRAMS = ("code", "code_all", "code_interpreter")  # in the sandbox
+_SKIPPED = {"data": "the rows", "rewards": "the scorers"}  # stages that errors of earlier ones prevent
+_PAGES = {"data": "docs/data.md", "reward": "docs/rewards.md", "judge": "docs/rewards.md", "model": "docs/models.md"}
 ALL_NODES = "launch/multinode.sh -- python -m megarl doctor RECIPE"
 
 
@@ -98,22 +103,28 @@ def checkpoints_at_a_time(train: TrainConfig) -> int:
 
 
 def stages(recipe: Recipe) -> Iterator[Finding]:
-    """Yield a line for each stage of the preflight of `train` (`eval` without training data), and one for each error.
+    """Yield a line for each stage of the preflight of `train` (`eval` without training data), one for each error, and a
+    warning for each model and each item of data that `train` downloads.
 
-    The last error names the stages that the preflight did not reach.
+    The last error or warning names the checks that the preflight did not reach.
     """
-    result = survey(recipe, Available(training=not only_evaluates(recipe.data)))
-    skipped = ", ".join(stage for stage in STAGES if stage not in result.stages)
-    errors = result.errors
+    training = not only_evaluates(recipe.data)
+    downloads = downloads_of(recipe, training=training)
+    result = survey(recipe, Available(training=training))
+    lines: list[Finding] = []
     for stage in STAGES:
-        problems = result.errors_in(stage)
-        for error in problems:
-            failure = _failure(error)
-            if error is errors[-1] and skipped:
-                failure = fail(f"{failure.text} (not reached: {skipped})", failure.remedy)
-            yield failure.labelled(f"recipe: {stage}")
+        errors = [error for error in result.errors_in(stage) if not any(each.explains(error) for each in downloads)]
+        problems = [_failure(error, result.key_of(error)) for error in errors]
+        problems += [download.finding() for download in downloads if download.stage == stage]
         if not problems and stage in result.stages:
-            yield ok(_summary(stage, result)).labelled(f"recipe: {stage}")
+            problems = [ok(_summary(stage, result))]
+        lines += [finding.labelled(f"recipe: {stage}") for finding in problems]
+    skipped = ", ".join(text for stage, text in _SKIPPED.items() if stage not in result.stages)
+    faulty = [number for number, finding in enumerate(lines) if finding.status != "ok"]
+    if faulty and skipped:
+        last = lines[faulty[-1]]
+        lines[faulty[-1]] = replace(last, text=f"{last.text} (not reached: {skipped})")
+    yield from lines
     for notice in result.prepared.notices if result.prepared is not None else []:
         yield warning(notice, "check that this is intended").labelled("recipe: data")
 
@@ -135,10 +146,18 @@ def _summary(stage: str, result: Survey) -> str:
     return f"scorers for {sources} are ready" if sources else "no rows to score"
 
 
-def _failure(error: ValueError) -> Finding:
+def _failure(error: ValueError, key: str = "") -> Finding:
+    """Return the failure of `error`. `key`: the setting that was checked, for the remedy of an error that has none."""
     if isinstance(error, RecipeError):
         return fail(f"{error.setting}: {' '.join(error.problem.split())}", " ".join(error.remedy.split()))
-    return fail(" ".join(str(error).split()), "correct the file or the setting that the message names")
+    if isinstance(error, MissingFile):
+        return fail(error.problem, error.remedy)
+    section = key.split(".")[0]
+    page = f"{_PAGES[section]} describes it, and " if section in _PAGES else ""
+    remedy = (
+        f"change `{section}` in the recipe, or the file: {page}`{command_name()} keys {section}` lists the settings"
+    )
+    return fail(" ".join(str(error).split()), remedy)
 
 
 def run_name(recipe: Recipe) -> Finding:
@@ -183,8 +202,13 @@ def weights(recipe: Recipe) -> list[Finding]:
     except RecipeError as error:
         return [_failure(error)]
     if route.name == "full" and recipe.weight_sync.route == "auto":
-        return [warning(str(route), "every engine rank receives the whole model; `megarl plan` estimates the seconds")]
-    return [ok(str(route))]
+        return [
+            warning(
+                f"weight sync: {route}",
+                "every engine rank receives the whole model; `megarl plan` estimates the seconds",
+            )
+        ]
+    return [ok(f"weight sync: {route}")]
 
 
 def environment(recipe: Recipe, device: str) -> list[Finding]:

@@ -65,6 +65,12 @@ def _synchronized(machine: Machine) -> bool | None:
 
 _OPEN_MANY = ", ".join(kind.plural for kind in KINDS if kind.many_files)
 
+_RAISE_HARD_LIMIT = (
+    "raise the hard limit, as root: in a container, docker run --ulimit nofile=65536:65536; on a host, the line "
+    "`* hard nofile 65536` in /etc/security/limits.conf and a new login (root needs a line of its own); for a service "
+    "(slurmd, kubelet's container runtime), LimitNOFILE=65536 in its systemd unit and a restart"
+)
+
 
 @check(
     "open files",
@@ -75,13 +81,13 @@ def open_files(machine: Machine, needs: Needs) -> Iterator[Finding]:
     many = needs.nodes > 1 or platform_of(machine, needs).kind.many_files
     least = _CLUSTER_FILES if many else _FILES
     if soft >= least:
-        yield ok(f"{soft}")
+        yield ok(f"ulimit -n is {soft}, at least {least} are needed")
     elif hard >= least:
         text = f"ulimit -n is {soft}, at least {least} are needed"
         yield warning(text, f"ulimit -n {least} before Ray starts; launch/multinode.sh does it")
     else:
-        text = f"ulimit -n is {soft} and can be raised to {hard}, at least {least} are needed"
-        yield warning(text, "docker run --ulimit nofile=65536:65536, or raise it in /etc/security/limits.conf")
+        most = "its hard limit is the same" if hard == soft else f"its hard limit is {hard}"
+        yield warning(f"ulimit -n is {soft} and {most}, at least {least} are needed", _RAISE_HARD_LIMIT)
 
 
 @check("shared memory", "/dev/shm has room for the buckets of the weight sync and a private Ray's object store")

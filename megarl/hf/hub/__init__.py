@@ -6,6 +6,8 @@ HF_TOKEN, HF_HOME and HF_HUB_OFFLINE have their usual meaning.
 """
 
 from megarl.hf.hub.data import cached_files, data_files, name_of_file, pin_data
+from megarl.hf.hub.downloads import download_size
+from megarl.hf.hub.errors import download_command
 from megarl.hf.hub.models import (
     cached_model,
     config_folder,
@@ -29,6 +31,8 @@ __all__ = [
     "config_folder",
     "data_files",
     "data_name",
+    "download_command",
+    "download_size",
     "local_model",
     "model_folder",
     "model_name",

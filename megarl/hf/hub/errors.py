@@ -127,6 +127,12 @@ def _status(error: BaseException | None) -> str:
     return "" if status is None else f" (HTTP status {status})"
 
 
+def download_command(name: HubName, kind: Kind, file: str = "") -> str:
+    """Return the command that downloads a repository, or one file of it, into the cache."""
+    revision = f" --revision {name.revision}" if name.revision else ""
+    return f"hf download {'' if kind == 'model' else '--repo-type dataset '}{name.repo}{f' {file}' if file else ''}{revision}"
+
+
 def not_in_cache(error: Exception | None, name: HubName, kind_name: str, file: str = "") -> HubError:
     """Return the error for files that are missing in the cache while the hub gives no answer. `error`: the cause, if known.
 
@@ -136,10 +142,7 @@ def not_in_cache(error: Exception | None, name: HubName, kind_name: str, file: s
     state = f"{file} of {name.repo}{revision} is not" if file else f"{name.repo}{revision} is not complete"
     state = f"{state} in the cache {cache_folder()}"
     folder = f"{_no_folder()}, " if kind_name == "model" else ""
-    fetch = (
-        f"hf download {'' if kind_name == 'model' else '--repo-type dataset '}{name.repo}{f' {file}' if file else ''}"
-    )
-    fetch += f" --revision {name.revision}" if name.revision else ""
+    fetch = download_command(name, "model" if kind_name == "model" else "dataset", file)
     if is_offline():
         return HubError(
             f"{folder}HF_HUB_OFFLINE is set, and {state}",

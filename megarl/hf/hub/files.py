@@ -19,7 +19,7 @@ LEFT_OUT = (
 )
 """Copies of the weights in other formats, and files of other programs in subfolders, which some repositories have."""
 
-_TIMEOUT = 10.0  # s, for an answer without files
+TIMEOUT = 10.0  # s, for an answer without files
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def listing(name: HubName, kind: Kind) -> Listing:
     if name.is_pinned and folder is not None and (tree := cached_tree(folder)) is not None:
         return Listing(name, tree)
     try:
-        info = HfApi().repo_info(name.repo, revision=name.revision, repo_type=kind, timeout=_TIMEOUT)
+        info = HfApi().repo_info(name.repo, revision=name.revision, repo_type=kind, timeout=TIMEOUT)
     except Exception as error:
         if folder is None or not (is_unreachable(error) or (name.is_pinned and is_refused(error))):
             raise

@@ -34,14 +34,14 @@ def pin_model(name: HubName, *, weights: bool = True, download: bool = True) -> 
         listed = listing(name, "model")
         if weights and not _has_safetensors(listed.files):
             raise _no_safetensors(name, listed.files) if listed.is_whole else not_in_cache(None, name, "model")
-        snapshot(listed.name, "model", _model_patterns(weights and download))
+        snapshot(listed.name, "model", model_patterns(weights and download))
         return listed.name, listed.notice
 
 
 def model_folder(name: HubName, *, weights: bool = True) -> Path:
     """Return the folder of a pinned model in this machine's cache, after a download of missing files. Raises HubError."""
     with hub_errors(name, "model"):
-        return snapshot(name, "model", _model_patterns(weights))
+        return snapshot(name, "model", model_patterns(weights))
 
 
 def config_folder(name: HubName) -> Path:
@@ -92,7 +92,13 @@ def name_of_folder(path: str) -> HubName | None:
     return name_of_snapshot(Path(path), "model") if is_in_cache(Path(path)) else None
 
 
-def _model_patterns(weights: bool) -> tuple[str, ...]:
+def check_weights(name: HubName, files: Sequence[str]) -> None:
+    """Raise HubError if none of the files of a repository are weights that the trainer reads."""
+    if not _has_safetensors(files):
+        raise _no_safetensors(name, files)
+
+
+def model_patterns(weights: bool) -> tuple[str, ...]:
     return (*_SMALL_FILES, *_WEIGHTS) if weights else _SMALL_FILES
 
 

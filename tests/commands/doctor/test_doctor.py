@@ -75,6 +75,9 @@ class TestVersions:
         assert f"transformer-engine[core_cu13,pytorch]{TRANSFORMER_ENGINE}" in text
         needed = re.search(r"^install_requires=\n((?:\w.*\n)+)", text, re.M)
         assert needed is not None
+        lock_text = (ROOT / "launch/requirements-cuda.txt").read_text()
+        assert re.findall(r"--python-version (\S+)", lock_text) == [*cuda.python], "its networkx excludes Python 3.11"
+        assert f"You need Python {cuda.python[0]} " in (ROOT / "docs/cuda.md").read_text()
         names = [re.split(r"[<>=]", line)[0] for line in needed[1].split()]
         assert not [name for name in names if name not in lock], "megarl's own requirements are in the lock"
         assert lock["torch"].startswith("2.13.") and lock["nvidia-cuda-runtime"].startswith("13.0.")

@@ -30,7 +30,7 @@ exec "$@"
 """
 MULTINODE = """
 set -u
-for name in HOST NODE_RANK NNODES MASTER_ADDR DEVICES_PER_NODE HCCL_SOCKET_IFNAME NCCL_SOCKET_IFNAME NCCL_IB_HCA; do
+for name in HOST NODE_RANK NNODES MASTER_ADDR DEVICES_PER_NODE INTERFACE GLOO_SOCKET_IFNAME NCCL_IB_HCA; do
   echo "$name=${!name:-none}"
 done
 printf 'argument <%s>\\n' "$@"
@@ -76,7 +76,7 @@ def test_every_host_starts_its_rank_and_the_first_has_the_status(site: dict[str,
     assert done.returncode == 7, done.stderr
     for line in ("HOST=node0", "NODE_RANK=0", "NNODES=2", "MASTER_ADDR=node0", "DEVICES_PER_NODE=16"):
         assert line in lines
-    assert {"HCCL_SOCKET_IFNAME=bond0", "NCCL_SOCKET_IFNAME=bond0", "argument <a={x: 1, y: $HOME}>"} <= set(lines)
+    assert {"INTERFACE=bond0", "GLOO_SOCKET_IFNAME=lo", "argument <a={x: 1, y: $HOME}>"} <= set(lines)
     assert {"NCCL_IB_HCA=mlx5", "node1: NCCL_IB_HCA=mlx5"} <= set(lines)
     assert {"node1: HOST=node1", "node1: NODE_RANK=1", "node1: MASTER_ADDR=node0"} <= set(lines)
 
@@ -88,11 +88,18 @@ def test_the_user_of_ssh_is_not_part_of_the_first_nodes_address(site: dict[str, 
     assert {"HOST=root@node0", "MASTER_ADDR=node0", "root@node1: MASTER_ADDR=node0", "NCCL_IB_HCA=none"} <= set(lines)
 
 
+def test_the_former_name_of_the_interface_is_refused(site: dict[str, str]) -> None:
+    variables = site | {"MEGARL_INTERFACE": "bond0"}
+    done = subprocess.run(command(site, "r.yaml"), env=variables, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr == "ssh.sh: set INTERFACE=bond0 instead of MEGARL_INTERFACE, which no launcher reads\n"
+
+
 def test_variables_that_are_not_set_are_not_passed(site: dict[str, str]) -> None:
     variables = site | {"MASTER_ADDR": "10.0.0.1"}
     done = subprocess.run(command(site, "r.yaml"), env=variables, capture_output=True, text=True, timeout=30)
     lines = done.stdout.splitlines()
-    assert {"MASTER_ADDR=10.0.0.1", "DEVICES_PER_NODE=none", "HCCL_SOCKET_IFNAME=none"} <= set(lines)
+    assert {"MASTER_ADDR=10.0.0.1", "DEVICES_PER_NODE=none", "INTERFACE=none"} <= set(lines)
 
 
 @pytest.mark.parametrize("how", ["signal", "option"])

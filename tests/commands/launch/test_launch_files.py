@@ -85,9 +85,9 @@ def sbatch(tmp_path):
 
 def test_slurm_starts_one_launcher_per_node_and_returns_its_status(sbatch, tmp_path):
     code = "import os; print(*(os.environ[f'{name}_SOCKET_IFNAME'] for name in ('HCCL', 'GLOO', 'TP', 'NCCL'))); raise SystemExit(5)"
-    job = sbatch("--", sys.executable, "-c", code, MEGARL_INTERFACE="bond0", RAY_ADDRESS=JOINED)
+    job = sbatch("--", sys.executable, "-c", code, INTERFACE="bond0", NCCL_SOCKET_IFNAME="ib0", RAY_ADDRESS=JOINED)
     output, _ = job.communicate(timeout=60)
-    assert (output, job.returncode) == ("bond0 bond0 bond0 bond0\n", 5)
+    assert (output, job.returncode) == ("bond0 bond0 bond0 ib0\n", 5)
     called = (tmp_path / "called").read_text().split()
     assert {"--ntasks=1", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"} <= set(called)
     assert "bash launch/multinode.sh -- " in " ".join(called)
@@ -125,7 +125,11 @@ def test_slurm_joins_two_nodes(sbatch):
 
 @pytest.mark.parametrize(
     ("environ", "message"),
-    [({"SLURM_JOB_ID": ""}, "runs in a Slurm job"), ({"SLURM_SUBMIT_DIR": "/usr"}, "no launch/multinode.sh in /usr")],
+    [
+        ({"SLURM_JOB_ID": ""}, "runs in a Slurm job"),
+        ({"SLURM_SUBMIT_DIR": "/usr"}, "no launch/multinode.sh in /usr"),
+        ({"MEGARL_INTERFACE": "bond0"}, "set INTERFACE=bond0 instead of MEGARL_INTERFACE"),
+    ],
 )
 def test_slurm_refuses_a_wrong_call(sbatch, environ, message):
     job = sbatch("recipe.yaml", **environ)
