@@ -33,7 +33,7 @@ if [ ${#hosts[@]} = 0 ]; then
 fi
 variables=(NNODES="${#hosts[@]}" MASTER_ADDR="${MASTER_ADDR:-${hosts[0]##*@}}" PYTHONUNBUFFERED=1)
 mapfile -t libraries < <(compgen -e | grep -E '^(HCCL|NCCL|GLOO)_')
-for name in INTERFACE DEVICES_PER_NODE MASTER_PORT MEGARL_JOIN_TIMEOUT MEGARL_JOIN_DIR HF_HOME HF_ENDPOINT RAY_TMPDIR ${libraries[@]+"${libraries[@]}"}; do
+for name in INTERFACE TP_SOCKET_IFNAME DEVICES_PER_NODE MASTER_PORT MEGARL_JOIN_TIMEOUT MEGARL_JOIN_DIR HF_HOME HF_ENDPOINT RAY_TMPDIR ${libraries[@]+"${libraries[@]}"}; do
   if [ -n "${!name:-}" ]; then variables+=("$name=${!name}"); fi
 done
 pids=runs/.launcher-${hosts[0]} # files with the process ids of launchers on the first node

@@ -56,35 +56,43 @@ def run_child(
 def _wait(process: subprocess.Popen[bytes], is_lost: Callable[[int], bool]) -> int:
     while not ends_within(process.pid, LOOK_SECONDS):
         if is_lost(process.pid):
-            os.kill(process.pid, signal.SIGKILL)
+            _send(process, signal.SIGKILL)
     return process.wait()
 
 
 def _stop(process: subprocess.Popen[bytes], signalled: BaseException, seconds: float | None) -> int | None:
     """Pass on the signal that has raised `signalled`, and the next ones. Returns the exit status; None if the process was killed."""
     for _ in range(SIGNALS):
-        os.kill(process.pid, signal.SIGINT if isinstance(signalled, KeyboardInterrupt) else signal.SIGTERM)
+        _send(process, signal.SIGINT if isinstance(signalled, KeyboardInterrupt) else signal.SIGTERM)
         try:
             if ends_within(process.pid, seconds):
                 return process.wait()
             break
         except BaseException as again:  # noqa: BLE001 -- SystemExit and KeyboardInterrupt are signals here; the caller raises the first
             signalled = again
-    os.kill(process.pid, signal.SIGKILL)  # leaving the caller's `with` block waits for the process
+    _send(process, signal.SIGKILL)  # leaving the caller's `with` block waits for the process
     return None
 
 
+def _send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Send a signal without `Popen.send_signal`, which takes the lock of `Popen.wait`. Nothing happens after the end."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
 def ends_within(pid: int, seconds: float | None) -> bool:
-    """Wait until a child process has ended, at most `seconds` (None: any time). Its exit status is still to be fetched.
+    """Wait until a child process has ended, at most `seconds` (None: any time). Does not fetch its exit status.
 
     `Popen.wait(timeout)` cannot be interrupted safely: if a signal handler raises when it has just taken its lock, the lock stays
     taken, and each later wait hangs.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
-    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        if deadline is not None and time.monotonic() >= deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
+    with contextlib.suppress(ChildProcessError):  # its exit status was fetched already
+        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
     return True
 
 

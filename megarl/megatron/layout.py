@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
+from megarl.errors import pluralize
 from megarl.hf.config import SHARED, number_of_experts, text_fields
 from megarl.hf.families import deepstack_layers, find_family, has_delta_nets, has_tower
 from megarl.recipe.trainers import MegatronConfig
@@ -149,9 +151,10 @@ def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig, world_s
         return
     rest = layers - (first or 0) - (last or 0)
     stages = pp - (first is not None) - (last is not None)
-    if (rest <= 0 or rest % stages) if stages else rest:
+    divides = rest > 0 and rest % stages == 0 if stages else rest == 0
+    if not divides:
         raise ValueError(
-            f"{_uneven_problem(layers, megatron, rest, stages)}. {_uneven_remedy(layers, megatron, world_size)}."
+            f"{_uneven_problem(layers, megatron, rest, stages)}. {_uneven_remedy(hf_config, megatron, world_size)}."
         )
     if vpp is None:
         return
@@ -180,23 +183,40 @@ def _uneven_problem(layers: int, megatron: MegatronConfig, rest: int, stages: in
         return f"megatron.pipeline_parallel={pp} does not divide the model's {layers} layers ({layers} / {pp} = {layers / pp:g})"
     keys = " and ".join(f"megatron.{key}={count}" for key, count in counts.items())
     fixed = f"{keys} {'leave' if len(counts) > 1 else 'leaves'} {layers} - {sum(counts.values())} = {rest}"
+    if stages and rest <= 0:
+        return f"{fixed}: no layers for the other {pluralize(stages, 'stage')} of megatron.pipeline_parallel={pp}"
     if stages == 0:
         return f"{fixed} layers to no stage: megatron.pipeline_parallel={pp} has only these two"
     return f"{fixed}; {rest} layers do not divide over the other {stages} of megatron.pipeline_parallel={pp}"
 
 
-def _uneven_remedy(layers: int, megatron: MegatronConfig, world_size: int) -> str:
-    """Name layers of first and last stage for the recipe's pipeline size, and the sizes with equal stages."""
-    ranks, chunks = world_size // (megatron.tensor_parallel * megatron.context_parallel), megatron.virtual_pipeline or 1
-    sizes = [size for size in range(1, ranks + 1) if layers % (size * chunks) == 0 and ranks % size == 0]
+def _uneven_remedy(hf_config: dict[str, Any], megatron: MegatronConfig, world_size: int) -> str:
+    """Name pipeline sizes and layers of first and last stage that pass all checks."""
+    layers, pp, chunks = hf_config["num_hidden_layers"], megatron.pipeline_parallel, megatron.virtual_pipeline or 1
+
+    def passes(size: int, first: int | None = None, last: int | None = None) -> bool:
+        ends = {"first_stage_layers": first, "last_stage_layers": last}
+        try:
+            check_layout(hf_config, replace(megatron, pipeline_parallel=size, **ends), world_size)
+        except ValueError:
+            return False
+        return True
+
+    sizes = [size for size in range(1, layers // chunks + 1) if layers % (size * chunks) == 0 and passes(size)]
     fixed = megatron.first_stage_layers is not None or megatron.last_stage_layers is not None
-    equal = f"choose megatron.pipeline_parallel={', '.join(map(str, sizes))} (equal stages)"
+    named = ", ".join(map(str, sizes[:-1])) + " or " * (len(sizes) > 1) + str(sizes[-1]) if sizes else ""
+    equal = f"choose megatron.pipeline_parallel={named} (equal stages)"
     equal = f"leave both out and {equal}" if fixed else equal
-    for first, last in uneven_stages(layers // chunks, megatron.pipeline_parallel) if layers % chunks == 0 else []:
-        if first is not None and last is not None:
+    pairs = uneven_stages(layers // chunks, pp) if layers % chunks == 0 else []
+    for first, last in pairs:
+        if first is not None and last is not None and passes(pp, first * chunks, last * chunks):
             ends = f"megatron.first_stage_layers={first * chunks} and megatron.last_stage_layers={last * chunks}"
             return f"Set {ends}" + (f", or {equal}" if sizes else "")
-    return equal[0].upper() + equal[1:] if sizes else "Change megatron.pipeline_parallel"
+    return (
+        equal[0].upper() + equal[1:]
+        if sizes
+        else f"Change megatron.pipeline_parallel{' or megatron.virtual_pipeline' * (chunks > 1)}"
+    )
 
 
 def uneven_stages(units: int, stages: int) -> list[tuple[int | None, int | None]]:
@@ -206,14 +226,14 @@ def uneven_stages(units: int, stages: int) -> list[tuple[int | None, int | None]
     """
     if units % stages == 0:
         return [(None, None)]
-    ways = []
+    most_of: dict[tuple[int, int], int] = {}  # layers of the largest stage
     for each in (units // stages, units // stages + 1) if units > stages else ():
         ends = units - each * (stages - 2)
-        for first in {ends // 2, ends - ends // 2}:
+        for first in (ends // 2, ends - ends // 2):
             if first >= 1 and ends - first >= 1:
-                ways.append((max(each if stages > 2 else 0, first, ends - first), first, ends - first))
-    least = min((most for most, _, _ in ways), default=0)
-    return [(first, last) for most, first, last in ways if most == least]
+                most_of[first, ends - first] = max(each if stages > 2 else 0, first, ends - first)
+    least = min(most_of.values(), default=0)
+    return [pair for pair, most in most_of.items() if most == least]
 
 
 def _check_deepstack(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:

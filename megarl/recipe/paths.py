@@ -103,9 +103,12 @@ def shipped_recipes(name: str) -> list[Path]:
 def missing_base(base: str, child: Path) -> RecipeError:
     """Return the error for a `base` of the file `child` that does not exist. Often the recipe is a copy, without its base files."""
     file = Path(os.path.abspath(child.parent / base))
-    problem = f"the file {file} does not exist; a base is relative to the folder of the file that names it"
+    state = "is not a file" if file.exists() else "does not exist"
+    problem = f"{file} {state}; a base is relative to the folder of the file that names it"
     shipped = [str(each.absolute()) for each in shipped_recipes(base)]
-    near = nearest(file.stem, {each.stem: each for each in file.parent.glob("*.yaml") if not each.samefile(child)})
+    near = nearest(
+        file.stem, {each.stem: each for each in file.parent.glob("*.yaml") if each.resolve() != child.resolve()}
+    )
     remedy = "write a path from that folder, or an absolute one"
     if shipped:
         remedy = f"if you mean a recipe of megarl, write base: {' or base: '.join(shipped)}; else {remedy}"

@@ -56,7 +56,12 @@ LATENT = {
             {"pipeline_parallel": 2, "first_stage_layers": 4, "last_stage_layers": 6},
             "leave 12 - 10 = 2 layers to no stage",
         ),
-        (DENSE, 2, {"pipeline_parallel": 2, "first_stage_layers": 12}, "leaves 12 - 12 = 0; 0 layers .* other 1"),
+        (
+            DENSE,
+            2,
+            {"pipeline_parallel": 2, "first_stage_layers": 12},
+            "leaves 12 - 12 = 0: no layers for the other 1 stage",
+        ),
         (
             DENSE,
             3,
@@ -120,16 +125,19 @@ def test_uneven_stages_are_refused_with_values_that_work() -> None:
         return str(error.value)
 
     ends = "Set megatron.first_stage_layers=3 and megatron.last_stage_layers=3, or"
-    assert f"{ends} choose megatron.pipeline_parallel=1, 2, 4 (equal stages)" in message(12, 20, pipeline_parallel=5)
+    assert f"{ends} choose megatron.pipeline_parallel=1, 2 or 4 (equal stages)" in message(12, 20, pipeline_parallel=5)
     assert f"{ends} leave both out" in message(12, 20, pipeline_parallel=5, first_stage_layers=5)
     check_layout(DENSE, MegatronConfig(pipeline_parallel=5, first_stage_layers=3, last_stage_layers=3), 20)
-    assert ". Choose megatron.pipeline_parallel=1, 2, 4 (equal stages)" in message(12, 16, pipeline_parallel=16)
+    assert ". Choose megatron.pipeline_parallel=1, 2 or 4 (equal stages)" in message(12, 16, pipeline_parallel=16)
     interleaved = message(45, 4, pipeline_parallel=4, virtual_pipeline=3)
-    assert "Set megatron.first_stage_layers=9 and megatron.last_stage_layers=12, or" in interleaved
+    assert "Set megatron.first_stage_layers=9 and megatron.last_stage_layers=12." in interleaved
     check_layout(
         {**DENSE, "num_hidden_layers": 45},
         MegatronConfig(pipeline_parallel=4, virtual_pipeline=3, first_stage_layers=9, last_stage_layers=12),
         4,
+    )
+    assert message(9, 2, pipeline_parallel=2, virtual_pipeline=3).endswith(
+        "). Change megatron.pipeline_parallel or megatron.virtual_pipeline."
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 
 def slow_except(is_quick: Callable[[Any], bool], values: Iterable[Any]) -> list[Any]:
-    """The values, those marked as slow that are not quick. A value is what one entry of `parametrize` has."""
+    """Return the values, and mark those as slow that are not quick. A value is one entry of `parametrize`."""
     return [value if is_quick(value) else _slow(value) for value in values]
 
 

@@ -73,7 +73,7 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, model: str 
         print(json.dumps(as_dict(result)))
     else:
         show(result)
-        verdict.show(verdict.of_plan(result, path, overrides))
+        verdict.show(verdict.of_plan(result, path, overrides, arguments_of(options, model)))
     return int(bool(result.refusals))
 
 
@@ -121,8 +121,13 @@ def _search(
             print(search_console.as_json(subject, result))
         else:
             search_console.show(subject, result)
-            verdict.show(verdict.of_search(subject, result, path, overrides))
+            verdict.show(verdict.of_search(subject, result, path, overrides, arguments_of(options, model)))
     return int(not result.best)
+
+
+def arguments_of(options: PlanOptions, model: str | None) -> list[str]:
+    """Return the options of a plan, as arguments of another one."""
+    return [*options.arguments(), *(["--model", model] if model is not None else [])]
 
 
 def _models(look: Survey) -> dict[str, dict[str, Any]]:

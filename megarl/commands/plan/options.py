@@ -30,6 +30,18 @@ class PlanOptions:
     device: str | None = None
     strict: bool = False
 
+    def arguments(self) -> list[str]:
+        """Return the options that say for which devices a plan is, as arguments of another `plan`."""
+        names = ("--device", "--devices", "--memory", "--host-memory", "--calibration", "--response")
+        values = ((name, getattr(self, _field(name))) for name in names)
+        given = [
+            text
+            for name, value in values
+            if value is not None
+            for text in (name, f"{value:g}" if isinstance(value, float) else str(value))
+        ]
+        return [*given, "--strict"] if self.strict else given
+
     def check(self) -> None:
         """Raise InputError for options that contradict each other or have no effect."""
         for flag, size, owner in (("--memory", self.memory, "device"), ("--host-memory", self.host_memory, "machine")):
@@ -63,11 +75,14 @@ class PlanOptions:
 
     def _has(self, flag: str) -> bool:
         """Return True if the option was given."""
-        value = getattr(self, _FIELDS.get(flag, flag.removeprefix("--").replace("-", "_")))
+        value = getattr(self, _field(flag))
         return value is not None and value is not False
 
 
-_FIELDS = {"--json": "as_json"}  # fields with another name than their option
+def _field(flag: str) -> str:
+    return "as_json" if flag == "--json" else flag.removeprefix("--").replace("-", "_")
+
+
 _MEANINGS = {
     "--html": "writes the page of a plan",
     "--json": "prints a plan or the result of a search",

@@ -336,11 +336,11 @@ class TrainingApi:
         return kept.future
 
     def note_refused(self, body: Mapping[str, Any]) -> None:
-        """Note the number of a refused call of the model in training: nothing is missing where the next one follows it."""
+        """Note the number of a refused call of the model in training, which is not missing before the next one."""
         model, number = self._model, body.get("seq_id")
         if model is not None and body.get("model_id") == model.id and is_integer(number):
             with self._lock:
-                model.last = max(model.last, number)
+                model.refused.add(number)
 
     def _submit(self, model: TrainedModel, operation: str, number: int, call: Callable[[], CallAnswer]) -> str:
         """Queue a call of `model`; a call that the client sends again keeps its answer. Raises TooManyCalls, and ValueError for a
@@ -351,8 +351,7 @@ class TrainingApi:
             if model.failed_start is not None:
                 raise ValueError(f"{model.id} has no weights: {model.failed_start}. Create a new training client")
             if missing:
-                numbers = f"call {missing[0]}" if len(missing) == 1 else f"calls {missing[0]} to {missing[-1]}"
-                model.broken = f"{numbers} of {model.id} did not arrive, and may have been a forward_backward"
+                model.broken = f"{missing}, and may have been a forward_backward"
             return call()
 
         with self._lock:
@@ -361,11 +360,11 @@ class TrainingApi:
                     f"{operation} of {model.id} has seq_id {number}, the number of {model.calls.get(number, 'no call')}: number its calls "
                     "from 1 on, without a gap"
                 )
-            missing = range(model.last + 1, number)
+            missing = model.missing_before(number)
             if number not in model.calls:
                 self.answers.make_room()
                 self.answers.add(request_id, model.session, self.calls.submit(run))
-                model.calls[number], model.last = operation, max(model.last, number)
+                model.note(number, operation)
         return request_id
 
 

@@ -49,13 +49,14 @@ class ClientSessions:
 @dataclass
 class TrainedModel:
     """The model in training. `calls`: operation by the client's number of the call, from 1 on without a gap; 0 gives it its first
-    weights. `last`: the largest number. `broken`: a pass has failed since the last update, so its gradient is missing. `failed_start`:
-    the error of the call that should have given it its first weights."""
+    weights. `last`: the largest number. `refused`: larger numbers, of refused calls that were no passes. `broken`: why the gradient of
+    a pass since the last update is missing. `failed_start`: the error of the call that should have given it its first weights."""
 
     id: str
     session: str
     calls: dict[int, str] = field(default_factory=dict)
     last: int = 0
+    refused: set[int] = field(default_factory=set)
     broken: str | None = None
     failed_start: str | None = None
 
@@ -63,6 +64,22 @@ class TrainedModel:
     def folder(self) -> str:
         """Its name in paths of files."""
         return self.id.replace(":", "-")
+
+    def note(self, number: int, operation: str) -> None:
+        """Note a call that was accepted."""
+        self.calls[number], self.last = operation, max(self.last, number)
+        self.refused = {each for each in self.refused if each > self.last}
+
+    def missing_before(self, number: int) -> str:
+        """Return which calls before this one did not arrive; "" if all did."""
+        first, last = self.last + 1, number - 1
+        if last - first + 1 <= sum(each < number for each in self.refused):
+            return ""
+        return (
+            f"call {first} of {self.id} did not arrive"
+            if first == last
+            else f"calls {first} to {last} of {self.id} did not all arrive"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Protocol buffer messages of the Tinker API, as tinker 0.38 sends and reads them.
 
 The field numbers are facts of that protocol. They are compiled here from a table, so that neither a compiler nor generated code
-is needed. Fields of kind `bytes` that are messages in the protocol are not read, but known: others are refused.
+is needed. The server does not read messages that the table has as `bytes`. `codec.pass_header` refuses a field that is not in the table.
 """
 
 from __future__ import annotations

@@ -245,10 +245,11 @@ def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "  fits, with 1.23 x the seconds of a step: megatron.pipeline_parallel=2\n" in printed
     words = " ".join(printed.split())
     assert "and found 1; plan --search searches longer (--seconds)." in words
-    assert max(len(line) for line in printed.splitlines() if not line.startswith("Next: ")) <= 100
-    *_, verdict, following = printed.splitlines()
+    assert max(len(line) for line in printed.splitlines() if not " megarl plan " in line) <= 100
+    *_, verdict, following, command = printed.splitlines()
     assert verdict == "Verdict: does not fit, for 1 reason (REFUSED above)."
-    assert f"plan {path} megatron.pipeline_parallel=2, the first layout" in following
+    assert following == "Next: the first layout above that fits:"
+    assert command.endswith(f"plan {path} megatron.pipeline_parallel=2 --memory 199")
 
 
 def test_an_invalid_calibration_file_is_reported_before_a_missing_device(tmp_path: Path) -> None:

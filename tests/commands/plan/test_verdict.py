@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megarl.commands.plan.command import plan
+from megarl.commands.plan.command import arguments_of, plan
 from megarl.commands.plan.count.stages import counted
 from megarl.commands.plan.count.types import Activations, RankMemory, RecipePlan
 from megarl.commands.plan.options import PlanOptions, host_memory_notes
@@ -26,24 +26,37 @@ ROOT = Path(__file__).parents[3]
 PATH = Path("my recipe.yaml")
 
 
-def words(plan: RecipePlan, *settings: str) -> str:
-    verdict, following = of_plan(plan, PATH, settings)
-    assert verdict.startswith("Verdict: ") and following.startswith("Next: ")
-    return f"{verdict} {following}"
+def words(plan: RecipePlan, *settings: str, options: tuple[str, ...] = ()) -> str:
+    verdict, following, *commands = of_plan(plan, PATH, settings, options)
+    assert verdict.startswith("Verdict: ") and following.startswith("Next: ") and following.endswith(":")
+    return "\n".join([verdict, following, *commands])
 
 
 def test_a_fitting_plan_names_the_room_and_the_next_commands() -> None:
     fits = words(plans.LARGE, "train.steps=3")
     assert "fits 910B: " in fits and " of 64 GiB are left (actor 0 + engine, gen); 1 check could not run here" in fits
-    assert (
-        "doctor 'my recipe.yaml' train.steps=3 on a machine" in fits and "train 'my recipe.yaml' train.steps=3" in fits
-    )
+    assert " doctor 'my recipe.yaml' train.steps=3\n" in fits and fits.endswith(" train 'my recipe.yaml' train.steps=3")
+    assert "--host-memory" not in words(plans.LARGE, options=("--host-memory", "2048"))
 
 
 def test_a_plan_that_does_not_fit_names_the_first_layout_that_does() -> None:
     assert "does not fit, for 1 reason" in words(plans.TOO_LARGE)
     assert "plan 'my recipe.yaml' train.steps=3 megatron.recompute=full" in words(plans.TOO_LARGE, "train.steps=3")
-    assert "plan 'my recipe.yaml' --search" in words(replace(plans.TOO_LARGE, suggestions=[]))
+    options = tuple(arguments_of(PlanOptions(device="910B", host_memory=2048.0, memory=61.5, strict=True), "Qwen3-8B"))
+    assert options == (
+        "--device",
+        "910B",
+        "--memory",
+        "61.5",
+        "--host-memory",
+        "2048",
+        "--strict",
+        "--model",
+        "Qwen3-8B",
+    )
+    assert words(plans.TOO_LARGE, options=options).endswith(" megatron.recompute=full " + " ".join(options))
+    searched = words(replace(plans.TOO_LARGE, suggestions=[]), options=options)
+    assert searched.endswith(f"plan 'my recipe.yaml' {' '.join(options)} --search")
 
 
 def test_unknown_memory_is_no_fit() -> None:
@@ -59,7 +72,7 @@ def test_unknown_memory_is_no_fit() -> None:
 def test_a_search_without_a_layout_says_how_many_devices_are_needed() -> None:
     small = subject()
     small = replace(small, device=replace(small.device, memory=1e-6))
-    verdict, following = of_search(small, SearchResult(not_reached=1), PATH, [])
+    verdict, following = of_search(small, SearchResult(not_reached=1), PATH, [], [])
     assert "no layout was found" in verdict and "the trainers need" in verdict
     assert "--seconds" in following
 

@@ -37,7 +37,7 @@ def new_sampler(client: TestClient) -> str:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank_pattern": 3}, "create_model has rank_pattern, which this server does not know: leave it out"),
+        ({"rank_pattern": 3}, "create_model has rank_pattern, which this server does not know: it reads type, "),
         ({"lora_config": "x"}, "create_model: lora_config is 'x'; it must be an object"),
         ({"lora_config": {"rank": 0, "alpha": 8}}, "lora_config has alpha, which this server does not know"),
         ({"lora_config": {}}, "lora_config has no rank; it must be an integer"),
@@ -145,6 +145,16 @@ def test_a_refused_save_leaves_no_gap(client: TestClient, operation: str, status
     run_pass(client, pass_body(model, 1))
     error(client, operation, status, model_id=model, seq_id=2, path="one", ttl_seconds=-1)
     assert adam(client, model, 3) == {"metrics": {"grad_norm": 2.5}}
+
+
+def test_a_refused_save_does_not_hide_a_pass_that_did_not_arrive(client: TestClient, api: TrainingApi) -> None:
+    model = new_model(client)
+    run_pass(client, pass_body(model, 1))
+    error(client, "save_weights", 400, model_id=model, seq_id=3, path="one", ttl_seconds=-1)
+    assert "calls 2 to 3 of" in adam(client, model, 4)["error"] and api.session.updates == 0
+    error(client, "save_weights", 400, model_id=model, seq_id=5, path="one", ttl_seconds=-1)
+    run_pass(client, pass_body(model, 6))
+    assert adam(client, model, 7) == {"metrics": {"grad_norm": 2.5}}
 
 
 def test_a_number_belongs_to_one_call(client: TestClient) -> None:

@@ -1,4 +1,4 @@
-"""Last lines of a plan: does the recipe fit, and which command comes next?"""
+"""Last lines of a plan: does the recipe fit, and which commands come next?"""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from megarl.commands.plan.show.tables import console_width
 from megarl.commands.plan.show.units import GIB, Unit, sized
 from megarl.errors import command_name, pluralize
 
-_NEXT = "Next: "
+_COMMAND = "    "  # indent of a command
 
 
 def show(lines: Sequence[str]) -> None:
-    """Print a verdict, and the next command unwrapped, since users copy it."""
+    """Print a verdict, with commands unwrapped, since users copy them."""
     console = Console(width=console_width())
     for line in ("", *lines):
-        console.print(line, highlight=False, markup=False, soft_wrap=line.startswith(_NEXT))
+        console.print(line, highlight=False, markup=False, soft_wrap=line.startswith(_COMMAND))
 
 
-def of_plan(plan: RecipePlan, path: Path, settings: Sequence[str]) -> list[str]:
-    """Return the verdict on a plan of the recipe `path` with these `settings`, and the next command."""
+def of_plan(plan: RecipePlan, path: Path, settings: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Return the verdict on a plan of the recipe `path`, and what to do next. settings: overrides. options: of this `plan`."""
     if plan.refusals:
         verdict = f"does not fit, for {pluralize(len(plan.refusals), 'reason')} (REFUSED above)"
         if plan.suggestions:
-            fitting = [*settings, *plan.suggestions[0].overrides.split()]
-            return _lines(verdict, f"{_command('plan', path, fitting)}, the first layout above that fits")
-        search = _command("plan", path, [*settings, "--search"])
-        return _lines(verdict, f"change the keys of REFUSED, use more devices, or {search}")
+            fitting = [*settings, *plan.suggestions[0].overrides.split(), *options]
+            return _lines(verdict, "the first layout above that fits", _command("plan", path, fitting))
+        search = _command("plan", path, [*settings, *options, "--search"])
+        return _lines(verdict, "change the keys of REFUSED, use more devices, or search a layout", search)
     if plan.memory is None:
-        again = _command("plan", path, [*settings, "--device", "910B"])
-        return _lines("not compared with a device, since none is known", f"{again}, with the device of the run")
+        again = _command("plan", path, [*settings, *options, "--device", "910B"])
+        return _lines("not compared with a device, since none is known", "name the device of the run", again)
     checks = pluralize(len(plan.unchecked), "check")
     unknown = [f"engines of {section}" for section in plan.not_counted]
     unknown += [] if all(stage.activations for stage in plan.stages) else ["activations"]
@@ -48,21 +48,23 @@ def of_plan(plan: RecipePlan, path: Path, settings: Sequence[str]) -> list[str]:
         verdict = f"fits {plan.device.name if plan.device else 'the device'}{_least_room(plan)}"
     if plan.unchecked:
         verdict += f"; {checks} could not run here (Not checked above)"
-    train = _command("train", path, settings)
-    return _lines(verdict, f"{_command('doctor', path, settings)} on a machine of the run, then {train}")
+    commands = [_command(name, path, settings) for name in ("doctor", "train")]
+    return _lines(verdict, "on a machine of the run", *commands)
 
 
-def of_search(subject: Subject, result: SearchResult, path: Path, settings: Sequence[str]) -> list[str]:
-    """Return the verdict of a search, and the next command."""
+def of_search(
+    subject: Subject, result: SearchResult, path: Path, settings: Sequence[str], options: Sequence[str]
+) -> list[str]:
+    """Return the verdict of a search, and what to do next. settings: overrides. options: of this `plan`."""
     if not result.best:
         longer = ", or search longer with --seconds" if result.not_reached else ""
         needed = f". {text.removesuffix('.')}" if (text := shortage(subject)) else ""
         verdict = f"no layout was found that fits {sized(subject.limit)}{needed}"
         return _lines(verdict, f"use more or larger devices{longer}")
     best = result.best[0]
-    fitting = [*settings, *overrides_of(subject, best.choice)]
+    fitting = [*settings, *overrides_of(subject, best.choice), *options]
     verdict = f"{pluralize(len(result.best), 'layout')} found; the fastest takes {best.seconds:.1f} s a step, estimated"
-    return _lines(verdict, _command("plan", path, fitting))
+    return _lines(verdict, "plan the fastest", _command("plan", path, fitting))
 
 
 def _least_room(plan: RecipePlan) -> str:
@@ -78,5 +80,9 @@ def _command(name: str, path: Path, settings: Sequence[str]) -> str:
     return " ".join([command_name(), name, *(shlex.quote(text) for text in (str(path), *settings))])
 
 
-def _lines(verdict: str, following: str) -> list[str]:
-    return [f"Verdict: {verdict}.", f"{_NEXT}{following}"]
+def _lines(verdict: str, following: str, *commands: str) -> list[str]:
+    return [
+        f"Verdict: {verdict}.",
+        f"Next: {following}{':' if commands else '.'}",
+        *(_COMMAND + each for each in commands),
+    ]
