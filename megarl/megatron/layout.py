@@ -195,9 +195,9 @@ def _uneven_remedy(hf_config: dict[str, Any], megatron: MegatronConfig, world_si
     layers, pp, chunks = hf_config["num_hidden_layers"], megatron.pipeline_parallel, megatron.virtual_pipeline or 1
 
     def passes(size: int, first: int | None = None, last: int | None = None) -> bool:
-        ends = {"first_stage_layers": first, "last_stage_layers": last}
+        changed = replace(megatron, pipeline_parallel=size, first_stage_layers=first, last_stage_layers=last)
         try:
-            check_layout(hf_config, replace(megatron, pipeline_parallel=size, **ends), world_size)
+            check_layout(hf_config, changed, world_size)
         except ValueError:
             return False
         return True

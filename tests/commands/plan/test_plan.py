@@ -245,7 +245,7 @@ def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "  fits, with 1.23 x the seconds of a step: megatron.pipeline_parallel=2\n" in printed
     words = " ".join(printed.split())
     assert "and found 1; plan --search searches longer (--seconds)." in words
-    assert max(len(line) for line in printed.splitlines() if not " megarl plan " in line) <= 100
+    assert max(len(line) for line in printed.splitlines() if " megarl plan " not in line) <= 100
     *_, verdict, following, command = printed.splitlines()
     assert verdict == "Verdict: does not fit, for 1 reason (REFUSED above)."
     assert following == "Next: the first layout above that fits:"
