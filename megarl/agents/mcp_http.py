@@ -1,7 +1,8 @@
 """HTTP client of MCP servers that reports HTTP failures to the call that they concern.
 
-mcp's transport ends the whole connection, with all its calls, when one request fails on the way. It answers a request that a gateway
-refuses with an error like a tool's. A call that runs inside `reporting` gets both as `Exchange.problem` instead.
+mcp's transport ends the whole connection, with all its calls, when one request fails on the way or the body of its answer breaks off.
+It answers a request that a gateway refuses with an error like a tool's. A call that runs inside `reporting` gets both as
+`HttpReport.problem` instead.
 """
 
 from __future__ import annotations
@@ -23,27 +24,28 @@ _UNAVAILABLE = (401, 403, 408, 429, 502, 503, 504)
 
 
 @dataclass
-class Exchange:
-    """The HTTP side of a call. problem: why the server did not run it; "" otherwise. lost: the server does not know the session."""
+class HttpReport:
+    """The HTTP side of a call. problem: why no answer arrived, though the tool may have run; "" otherwise. lost: the server does not
+    know the session."""
 
     seconds: float
     problem: str = ""
     lost: bool = False
 
 
-_exchange: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar("exchange", default=None)
+_report: contextvars.ContextVar[HttpReport | None] = contextvars.ContextVar("http_report", default=None)
 
 
 @contextlib.contextmanager
-def reporting(seconds: float) -> Iterator[Exchange]:
+def reporting(seconds: float) -> Iterator[HttpReport]:
     """Collect the HTTP failures of a call with a limit of `seconds`. mcp sends a request in the context of its call."""
-    token = _exchange.set(Exchange(seconds))
+    token = _report.set(HttpReport(seconds))
     try:
-        exchange = _exchange.get()
-        assert exchange is not None
-        yield exchange
+        report = _report.get()
+        assert report is not None
+        yield report
     finally:
-        _exchange.reset(token)
+        _report.reset(token)
 
 
 class HttpClient(httpx2.AsyncClient):
@@ -56,20 +58,30 @@ class HttpClient(httpx2.AsyncClient):
         super().__init__(headers=headers, timeout=timeout, limits=limits)
 
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
-        exchange = _exchange.get() if request.method == "POST" else None
-        if exchange is not None:
-            request.extensions["timeout"]["read"] = exchange.seconds + GRACE
+        report = _report.get() if request.method == "POST" else None
+        if report is not None:
+            request.extensions["timeout"]["read"] = report.seconds + GRACE
         elif request.method == "DELETE":
             request.extensions["timeout"].update(dict.fromkeys(("connect", "read", "write"), GRACE))
         try:
             response = await super().send(request, **options)
-        except httpx2.TransportError as error:
-            if exchange is None:
+            if report is not None and response.headers.get("content-type", "").lower().startswith("application/json"):
+                await _read(response)
+        except (httpx2.TransportError, httpx2.DecodingError) as error:
+            if report is None:
                 raise
-            exchange.problem = f"{type(error).__name__}: {error}".rstrip(": ")
+            report.problem = f"{type(error).__name__}: {error}".rstrip(": ")
             return httpx2.Response(_UNAVAILABLE[-1], request=request)  # fails this call alone
-        if exchange is not None:
-            exchange.lost = response.status_code == _NOT_FOUND and "mcp-session-id" in request.headers
-            if exchange.lost or response.status_code in _UNAVAILABLE:
-                exchange.problem = f"HTTP status {response.status_code} {response.reason_phrase}".rstrip()
+        if report is not None:
+            report.lost = response.status_code == _NOT_FOUND and "mcp-session-id" in request.headers
+            if report.lost or response.status_code in _UNAVAILABLE:
+                report.problem = f"HTTP status {response.status_code} {response.reason_phrase}".rstrip()
         return response
+
+
+async def _read(response: httpx2.Response) -> None:
+    try:
+        await response.aread()
+    except BaseException:
+        await response.aclose()
+        raise

@@ -18,9 +18,10 @@ from megarl.agents.toolbox import CallOutcome, Failure
 from megarl.cluster import orphan_reaper
 from megarl.cluster.call_gate import url_without_secrets
 from megarl.data.image_files import decode, encoded_image
+from megarl.errors import pluralize
 from megarl.recipe.agent import McpServer
 
-CONNECT_SECONDS = 60.0  # for a server to answer the first request
+CONNECT_SECONDS = 60.0  # for a server to answer the first request, and to list all its tools
 LOOK_SECONDS = 10.0  # for a server to list its tools, when the connection may be lost
 CLOSE_SECONDS = 15.0  # for a connection to end, and once more after it is cancelled
 ANSWER_BYTES = 64 << 20  # largest answer over a stream; mcp's limit of 1 MiB is too small for images
@@ -64,15 +65,19 @@ class McpTools:
 
         listed: list[Tool] = []
         cursor, seen = None, set()
+        deadline = time.monotonic() + CONNECT_SECONDS
         while True:
-            with reporting(CONNECT_SECONDS) as exchange:
+            with reporting(CONNECT_SECONDS) as report:
                 try:
-                    page = await asyncio.wait_for(client.list_tools(cursor=cursor), CONNECT_SECONDS)
+                    page = await asyncio.wait_for(client.list_tools(cursor=cursor), deadline - time.monotonic())
+                except (TimeoutError, asyncio.TimeoutError) as error:
+                    arrived = pluralize(len(listed), "tool")
+                    raise ValueError(f"the list is not complete after {CONNECT_SECONDS:g} s, with {arrived}") from error
                 except Exception as error:
-                    if exchange.lost and client is self._client:
+                    if report.lost and client is self._client:
                         self._give_up()
-                    if exchange.problem:
-                        raise RuntimeError(exchange.problem) from error
+                    if report.problem:
+                        raise RuntimeError(report.problem) from error
                     raise
             listed += [Tool(tool.name, tool.description or "", tool.input_schema, _not_here) for tool in page.tools]
             cursor = page.next_cursor
@@ -100,15 +105,15 @@ class McpTools:
             return CallOutcome(Answer(text, images=images), time.monotonic() - began, failure)
 
         try:
-            with reporting(timeout) as exchange:
+            with reporting(timeout) as report:
                 result = await asyncio.wait_for(client.call_tool(name, arguments), timeout)
         except (TimeoutError, asyncio.TimeoutError):
             return outcome(f"Error: it was stopped after {timeout:g} seconds", "timeout")
         except MCPError as error:
-            if exchange.problem and error.code != METHOD_NOT_FOUND:  # the call has not reached the tool
-                if exchange.lost and client is self._client:
+            if report.problem and error.code != METHOD_NOT_FOUND:
+                if report.lost and client is self._client:
                     self._give_up()  # the server has started again: the next call opens a new session
-                raise ToolUnavailable(f"MCP server {self.name!r} did not take the call: {exchange.problem}") from error
+                raise ToolUnavailable(f"no answer of MCP server {self.name!r} arrived: {report.problem}") from error
             if error.code != CONNECTION_CLOSED:
                 return outcome(f"Error: {error}", "error")
             await self._check_connection(client)  # over HTTP, perhaps only this call's stream is closed

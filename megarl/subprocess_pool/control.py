@@ -12,11 +12,11 @@ from megarl.subprocess_pool.fork_server import PACKET
 
 
 class ControlConnection:
-    """Packets of a socket pair. `early`: messages that arrived while a command could not be sent; `receive` returns them first."""
+    """Packets of a socket pair. `read_ahead`: messages that arrived while a command could not be sent; `receive` returns them first."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.early: deque[bytes] = deque()
+        self.read_ahead: deque[bytes] = deque()
 
     def command(self, command: str, number: int, *descriptors: int) -> None:
         """Send a command. Raises OSError if the fork server has ended.
@@ -34,7 +34,7 @@ class ControlConnection:
 
     def receive(self) -> bytes:
         """Return the fork server's next message; empty if it has ended."""
-        return self.early.popleft() if self.early else self._received()
+        return self.read_ahead.popleft() if self.read_ahead else self._received()
 
     def _received(self) -> bytes:
         try:
@@ -47,4 +47,4 @@ class ControlConnection:
             selector.register(self.connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
             for _, events in selector.select():
                 if events & selectors.EVENT_READ:
-                    self.early.append(self._received())
+                    self.read_ahead.append(self._received())

@@ -186,7 +186,7 @@ class ProcessPool:
             while not self._closed:
                 for key, _ in self._selector.select(self._seconds_to_deadline()):
                     key.data()
-                while self._control.early:
+                while self._control.read_ahead:
                     self._on_worker_end()
                 self._kill_overdue()
                 self._assign()
@@ -376,7 +376,7 @@ class ProcessPool:
 
     def _seconds_to_deadline(self) -> float | None:
         """Return the seconds until the next call is overdue; None if no call runs."""
-        if self._control.early:
+        if self._control.read_ahead:
             return 0.0
         deadlines = [deadline for worker in self._workers.values() if (deadline := worker.next_deadline()) is not None]
         return max(0.0, min(deadlines) - time.monotonic()) + 0.001 if deadlines else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -41,7 +42,7 @@ def test_a_server_that_has_started_again_gets_a_new_session(server: SessionServe
     async def body(tools: McpTools) -> str:
         await call(tools)
         server.sessions.clear()
-        with pytest.raises(ToolUnavailable, match="'mine' did not take the call: HTTP status 404"):
+        with pytest.raises(ToolUnavailable, match="no answer of MCP server 'mine' arrived: HTTP status 404"):
             await call(tools)
         return (await call(tools)).answer.text
 
@@ -59,12 +60,12 @@ def test_a_probe_opens_a_new_session_too(server: SessionServer) -> None:
     assert used(server, body) == ["wait"]
 
 
-@pytest.mark.parametrize("status", [401, 429, 502, 503])
-def test_a_refusal_of_a_gateway_is_an_outage(server: SessionServer, status: int) -> None:
+@pytest.mark.parametrize("status", [401, 408, 429, 502, 503, 504])
+def test_an_error_of_a_gateway_is_an_outage(server: SessionServer, status: int) -> None:
     async def body(tools: McpTools) -> str:
         await call(tools)
         server.status, client = status, tools._client
-        with pytest.raises(ToolUnavailable, match=f"'mine' did not take the call: HTTP status {status}"):
+        with pytest.raises(ToolUnavailable, match=f"no answer of MCP server 'mine' arrived: HTTP status {status}"):
             await call(tools)
         server.status = 0
         text = (await call(tools)).answer.text
@@ -125,11 +126,48 @@ def test_close_does_not_wait_for_a_server_that_hangs(server: SessionServer, monk
     assert used(server, body) < 15
 
 
-def test_a_list_of_tools_that_never_ends_is_refused(server: SessionServer) -> None:
-    server.next_cursor = "more"
+@pytest.mark.parametrize(
+    ("defect", "cause"), [("breaks off", "RemoteProtocolError: peer closed"), ("not gzip", "DecodingError: ")]
+)
+def test_a_body_that_cannot_be_read_ends_no_other_call(server: SessionServer, defect: str, cause: str) -> None:
+    async def body(tools: McpTools) -> str:
+        await call(tools)
+        client = tools._client
+        other = asyncio.create_task(call(tools, seconds=1))
+        with pytest.raises(ToolUnavailable, match=f"no answer of MCP server 'mine' arrived: {cause}"):
+            await call(tools, defect=defect)
+        text = (await other).answer.text
+        assert tools._client is client and not tools._lost.is_set(), "the connection was lost"
+        return text
+
+    assert used(server, body) == "waited"
+
+
+def test_a_stream_may_have_an_answer_above_the_clients_default_limit(server: SessionServer) -> None:
+    server.streams = True
+
+    async def body(tools: McpTools) -> str:
+        return (await call(tools, dots=2 << 20)).answer.text
+
+    assert len(used(server, body)) == (2 << 20) + len("waited")
+
+
+@pytest.mark.parametrize(
+    ("cursors", "cause"),
+    [
+        (itertools.repeat("more"), "the list does not end: the cursor 'more' came twice"),
+        (map(str, itertools.count()), r"the list is not complete after 1 s, with [1-9][\d,]* tool"),
+    ],
+)
+def test_a_list_of_tools_that_never_ends_is_refused(
+    server: SessionServer, monkeypatch: pytest.MonkeyPatch, cursors: Iterator[str], cause: str
+) -> None:
+    server.cursors = cursors
 
     async def body(tools: McpTools) -> None:
-        with pytest.raises(ToolUnavailable, match="the list does not end: the cursor 'more' came twice"):
+        await call(tools)
+        monkeypatch.setattr("megarl.agents.mcp_tools.CONNECT_SECONDS", 1.0)
+        with pytest.raises(ToolUnavailable, match=cause):
             await asyncio.wait_for(tools.tools(), 20)
 
     used(server, body)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -19,7 +21,7 @@ INITIALIZED = {
 
 class SessionServer(ThreadingHTTPServer):
     """`status`: answers each POST with it instead. `hangs`: methods that are never answered. `together`: calls that are answered
-    when that many calls run."""
+    when that many calls run. `cursors`: of the pages of the list of tools. `streams`: answers calls with a stream of events."""
 
     daemon_threads, request_queue_size = True, 1024
 
@@ -28,7 +30,8 @@ class SessionServer(ThreadingHTTPServer):
         self.sessions: set[str] = set()
         self.status, self.hangs = 0, ""
         self.running, self.together, self.changed = 0, 1, threading.Condition()
-        self.next_cursor: str | None = None
+        self.cursors: Iterator[str | None] = itertools.repeat(None)
+        self.streams = False
         self.ended = threading.Event()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -75,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif "id" not in request:
             self._send(202)
         elif method == "tools/list":
-            self._send(200, request, {"tools": [WAIT], "nextCursor": server.next_cursor})
+            self._send(200, request, {"tools": [WAIT], "nextCursor": next(server.cursors)})
         else:
             self._call(request)
 
@@ -87,20 +90,34 @@ class _Handler(BaseHTTPRequestHandler):
             server.running += 1
             server.changed.notify_all()
             came = server.changed.wait_for(lambda: server.running >= server.together, 10)
-        text = "waited" if came else "the other calls did not come"
-        self._send(200, request, {"content": [{"type": "text", "text": text}], "isError": False})
+        text = "waited" + "." * arguments.get("dots", 0) if came else "the other calls did not come"
+        result = {"content": [{"type": "text", "text": text}], "isError": False}
+        self._send(200, request, result, streams=server.streams, defect=arguments.get("defect", ""))
 
     def _hang(self, method: str) -> None:
         if method and method == self.server.hangs:
             self.server.ended.wait()
 
-    def _send(self, status: int, request: Any = None, result: Any = None, session: str = "") -> None:
+    def _send(
+        self,
+        status: int,
+        request: Any = None,
+        result: Any = None,
+        session: str = "",
+        streams: bool = False,
+        defect: str = "",
+    ) -> None:
         body = b"" if result is None else json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}).encode()
+        if streams:
+            body = b"event: message\ndata: " + body + b"\n\n"
         self.send_response(status)
-        self.send_header("content-length", str(len(body)))
+        self.send_header("content-length", str(len(body) + (defect == "breaks off")))
         if body:
-            self.send_header("content-type", "application/json")
+            self.send_header("content-type", "text/event-stream" if streams else "application/json")
+        if defect == "not gzip":
+            self.send_header("content-encoding", "gzip")
         if session:
             self.send_header("mcp-session-id", session)
         self.end_headers()
         self.wfile.write(body)
+        self.close_connection |= bool(defect)

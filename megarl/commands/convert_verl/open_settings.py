@@ -112,7 +112,7 @@ def machine_notes(conversion: Conversion, machine: str | None) -> list[str]:
     if machine is not None and device_of_machine(machine) is None:
         names = [*DEVICES_OF, *(name for name in devices() if name not in DEVICES_OF)]
         raise InputError(
-            f"--machine {machine}: plan has no such machine{did_you_mean(machine, names)}; give one of {', '.join(names)}"
+            f"--machine {machine}: plan has no such machine{did_you_mean(machine, names)} Give one of {', '.join(names)}."
         )
     if machine is not None and conversion.machines is None:
         return [

@@ -73,6 +73,13 @@ class TestFences:
         notes = converted(f"{PPO}\n```").notes
         assert "line 2: Markdown's fences are not part of the script and were left out (lines 2)" in notes
 
+    def test_the_end_of_a_block_prose_and_a_block(self) -> None:
+        done = converted(f"LR=3e-6\n```\n\nThen run `ray`:\n```bash\n{PPO} actor_rollout_ref.actor.optim.lr=$LR\n```")
+        expected = converted(f"{PPO} actor_rollout_ref.actor.optim.lr=3e-6")
+        assert done.text.partition("model:")[2] == expected.text.partition("model:")[2]
+        text = "left out (lines 2, 5, 7), and so was the text outside of them (lines 4)"
+        assert any(note.endswith(text) for note in done.notes)
+
     def test_a_script_may_write_fences(self) -> None:
         text = f"cat > notes.md <<'END'\n```bash\nls\n```\nEND\n{PPO}"
         assert converted(text).text == converted(PPO).text
@@ -110,5 +117,9 @@ class TestHardware:
         assert converted(SFT, machine="H100").notes[1].startswith("--machine H100: not used")
 
     def test_an_unknown_machine_is_refused(self) -> None:
-        with pytest.raises(InputError, match="--machine H1000: plan has no such machine; did you mean 'H100'"):
+        with pytest.raises(
+            InputError, match=r"--machine H1000: plan has no such machine; did you mean 'H100'\? Give one of "
+        ):
             converted(PPO, machine="H1000")
+        with pytest.raises(InputError, match=r"--machine ZZZ: plan has no such machine\. Give one of \w.*\.$"):
+            converted(PPO, machine="ZZZ")

@@ -26,7 +26,7 @@ def without_fences(text: str) -> tuple[str, list[str]]:
     filled = [number for number, line in enumerate(lines) if line.strip()]
     if not fences or not {filled[0], filled[-1]} & {*fences}:
         return text, []
-    inside = len(fences) == 1 and fences[0] != filled[0]  # only the last line of a block was pasted
+    inside = len(fences) % 2 == 1 and fences[0] != filled[0]  # the beginning of the first block was not pasted
     outside: list[int] = []
     for number, line in enumerate(lines):
         if number in fences:
