@@ -19,7 +19,7 @@ from megarl.hf import hub
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.models import JUDGE_PATH, POLICY, models_of
 from megarl.recipe.data import files_of
-from megarl.recipe.hub_inputs import with_inputs
+from megarl.recipe.hub_inputs import needs_weights, with_inputs
 from megarl.recipe.schema import Recipe
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class _Names:
         def fetch() -> str:
             if (name := hub.model_name(path)) is None:
                 return path
-            weights = _has_weights(key)
+            weights = needs_weights(key)
             pinned, notice = hub.pin_model(self._as_recorded(key, name), weights=weights, download=False)
             self.models[key, path] = pinned
             self._record(key, name, pinned, notice)
@@ -115,7 +115,7 @@ class _Names:
             name = self.models.get((key, path))
             if name is None:
                 return path
-            return self._try(key, path, lambda: str(hub.model_folder(name, weights=_has_weights(key))), path)
+            return self._try(key, path, lambda: str(hub.model_folder(name, weights=needs_weights(key))), path)
 
         def rows(key: str, file: str) -> list[str]:
             names = self.rows.get((key, file))
@@ -124,10 +124,6 @@ class _Names:
             return self._try(key, file, lambda: [str(path) for path in hub.data_files(names)], [file])
 
         return with_inputs(self.recipe, model, lambda key, files: [path for file in files for path in rows(key, file)])
-
-
-def _has_weights(key: str) -> bool:
-    return key != "model.tokenizer"
 
 
 def _repo(text: str) -> str:

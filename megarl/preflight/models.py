@@ -143,9 +143,10 @@ def read_hf_config(path: str, key: str = POLICY) -> Config:
     """
     directory = Path(path)
     if path.startswith(hub.PREFIX):
-        problem, fetch = "it is not in this machine's cache of the hub", path.removeprefix(hub.PREFIX).partition("@")[0]
-        remedy = f"`train` and `eval` download it; to do it now, run `hf download {fetch}`"
-        raise NotHereError(key, problem, remedy, value=path)
+        on_hub = _hub_model(key, path)
+        assert on_hub is not None, "the prefix stands for the hub"
+        remedy = f"`train` and `eval` download it; to do it now, run `{hub.download_command(on_hub, 'model')}`"
+        raise NotHereError(key, "it is not in this machine's cache of the hub", remedy, value=path)
     if not directory.is_dir():
         problem = f"the directory does not exist (working directory: {Path.cwd()})"
         raise RecipeError(key, problem, _missing_remedy(path), value=path)

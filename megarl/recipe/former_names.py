@@ -75,6 +75,16 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 }
 """Names of settings in other frameworks (TRL, verl, slime, vLLM), and the keys that take their place."""
 
+_REMARKS = {
+    **dict.fromkeys(
+        ("global_batch_size", "mini_batch_size", "ppo_mini_batch_size"), "the number of parts, not their size"
+    ),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "tokens, not samples"),
+    "gradient_checkpointing": "none, selective or full",
+    "use_kl_loss": "a number, 0 for none",
+}
+"""What differs in the value of the key for such a name."""
+
 
 class FormerNameWarning(FutureWarning):
     """A recipe has a key or value under its former name."""
@@ -169,8 +179,20 @@ def suggestion(name: str, prefix: str, types: Mapping[str, Any], keys: Sequence[
     meant = list(dict.fromkeys(meant))[: _MOST + 1]
     if not meant:
         return f"keys here: {', '.join(types)}"
+    remarks = _remarks(name, value)
+    shown = [f"{key} ({remarks[_leaf(key)]})" if _leaf(key) in remarks else key for key in meant]
     detail = f" `{command_name()} keys {meant[0]}` describes it" if replaced and meant[0] in keys else ""
-    return f"did you mean {' or '.join(meant)}?{detail}"
+    return f"did you mean {' or '.join(shown)}?{detail}"
+
+
+def _remarks(name: str, value: Any) -> dict[str, str]:
+    """Return remarks on the keys for the unknown `name` and, in a section, for the names in it, by the keys' last parts."""
+    remarks = (
+        {_leaf(key): _REMARKS[name.lower()] for key in OTHER_NAMES[name.lower()]} if name.lower() in _REMARKS else {}
+    )
+    for inner, content in value.items() if isinstance(value, Mapping) else ():
+        remarks |= _remarks(str(inner), content)
+    return remarks
 
 
 def _meant_within(section: str, content: Mapping[Any, Any], keys: Sequence[str]) -> Iterator[str]:

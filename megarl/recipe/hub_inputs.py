@@ -44,6 +44,11 @@ def with_inputs(
     )
 
 
+def needs_weights(setting: str) -> bool:
+    """Return whether a run reads the weights of the model in `setting`."""
+    return setting != "model.tokenizer"
+
+
 def with_hub_names(recipe: Recipe) -> Recipe:
     """Return the recipe with hub names and commits instead of folders and files in this machine's cache, as recorded in a run."""
     return with_inputs(
@@ -66,12 +71,12 @@ def with_local_model(recipe: Recipe) -> Recipe:
 def with_cached_inputs(recipe: Recipe) -> Recipe:
     """Return the recipe with folders and files instead of the hub names that are in this machine's cache. Connects to nothing."""
 
-    def model(_: str, path: str) -> str:
+    def model(setting: str, path: str) -> str:
         try:
             name = hub.model_name(path)
         except hub.HubError:
             return path  # `train` refuses it
-        folder = hub.cached_model(name) if name is not None else None
+        folder = hub.cached_model(name, weights=needs_weights(setting)) if name is not None else None
         return str(folder) if folder is not None else path
 
     def files(_: str, paths: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from megarl.errors import RecipeErrors
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.findings import Available
 from megarl.preflight.hub_inputs import evaluation_inputs, fetch_inputs, training_inputs
-from megarl.preflight.models import config_of
+from megarl.preflight.models import config_of, read_hf_config
 from megarl.preflight.survey import check_without_weights, prepare_training, survey
 from megarl.recipe import to_yaml
 from megarl.recipe.hub_inputs import with_cached_inputs, with_local_model
@@ -69,6 +69,14 @@ def test_names_are_no_paths() -> None:
     assert (recipe.model.path, recipe.model.tokenizer) == ("hf://org/tiny", "hf://org/tiny")
     assert recipe.data.train_files == [TRAIN]
     assert with_absolute_paths(recipe) == recipe
+
+
+def test_the_command_for_a_model_that_is_not_in_the_cache_names_the_revision() -> None:
+    with pytest.raises(RecipeError) as error:
+        read_hf_config("hf://org/tiny@v1")
+    assert "run `hf download org/tiny --revision v1`" in error.value.remedy
+    with pytest.raises(RecipeError, match="does not name a model on the hub"):
+        read_hf_config("hf://tiny")
 
 
 def test_a_recipe_of_the_hub_is_prepared_like_one_of_folders(server: FakeHub, home: Path) -> None:

@@ -34,6 +34,13 @@ QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
         ("actor_rollout_ref.actor.optim.lr=1e-6", "convert-config"),
         ("trainer.save_freq=20", "did you mean train?"),
         ("foo.bar=1", "keys here: name, "),
+        ("actor.ppo_mini_batch_size=256", "did you mean actor.mini_batches (the number of parts, not their size)?"),
+        ("global_batch_size=256", "did you mean actor.mini_batches (the number of parts, not their size)?"),
+        ("ppo.mini_batch_size=256", "actor.mini_batches (the number of parts, not their size)"),
+        ("micro_batch_size=4", "actor.max_tokens_per_micro_batch (tokens, not samples)"),
+        ("max_tokens_per_gpu=4096", "did you mean actor.max_tokens_per_micro_batch?"),
+        ("use_kl_loss=true", "did you mean algorithm.kl_coef (a number, 0 for none)?"),
+        ("gradient_checkpointing=true", "did you mean megatron.recompute (none, selective or full)?"),
     ],
 )
 def test_the_remedy_names_the_key(override: str, remedy: str) -> None:

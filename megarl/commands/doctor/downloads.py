@@ -11,15 +11,16 @@ from megarl.hf import hub
 from megarl.hf.hub.errors import cache_folder, is_offline, is_unreachable, not_in_cache
 from megarl.preflight.hub_inputs import evaluation_inputs, training_inputs
 from megarl.recipe.data import files_of
-from megarl.recipe.hub_inputs import with_inputs
+from megarl.recipe.hub_inputs import needs_weights, with_inputs
 from megarl.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
 class Download:
-    """A name on the hub in the setting `key` that is not in the cache."""
+    """A name on the hub in the setting `key` that is not in the cache. `text`: as the recipe has it."""
 
     key: str
+    text: str
     name: hub.HubName
     kind: hub.Kind
 
@@ -32,7 +33,7 @@ class Download:
         """Return whether a check raised `error` because this model or these rows are not here."""
         if isinstance(error, RecipeError):
             return error.key == self.key
-        return self.kind == "dataset" and str(self.name) in str(error)
+        return self.kind == "dataset" and f"{self.text} is not" in str(error)
 
     def finding(self) -> Finding:
         """Return a warning with the size. It is a failure offline, and if the hub has no such files for this account."""
@@ -42,14 +43,19 @@ class Download:
             return fail(f"{where}: {error.problem}", error.remedy)
         starts = f"{where} is not in the cache {cache_folder()}; `train` downloads it"
         try:
-            size = hub.download_size(self.name, self.kind, weights=self.key != "model.tokenizer")
+            needed = hub.files_to_download(self.name, self.kind, weights=needs_weights(self.key))
         except hub.HubError as error:
             if error.__cause__ is not None and is_unreachable(error.__cause__):
                 return warning(f"{starts}, but {error.problem}", error.remedy)
             return fail(f"{where}: {error.problem}", error.remedy)
-        command = hub.download_command(self.name, self.kind)
-        remedy = f"`{command}` before the run, so that no device waits for the download"
-        return warning(starts + ("" if size is None else f" ({_size(size)})"), remedy)
+        remedy = f"`{needed.command}` before the run, so that no device waits for the download"
+        size = sum(needed.sizes.values())
+        if self.kind == "dataset" and not needed.sizes:
+            unread = (
+                "no file is named after these rows, and the README.md may name their files, so the split is not checked"
+            )
+            return warning(f"{starts}; {unread}", remedy)
+        return warning(starts + (f" ({_size(size)})" if size else ""), remedy)
 
 
 def downloads_of(recipe: Recipe, *, training: bool) -> list[Download]:
@@ -70,7 +76,7 @@ def _named(texts: dict[str, str], kind: hub.Kind) -> Iterator[Download]:
         except hub.HubError:
             continue  # the preflight reports it
         if name is not None:
-            yield Download(key, name, kind)
+            yield Download(key, text, name, kind)
 
 
 def _size(count: int) -> str:

@@ -179,7 +179,7 @@ def _notices_of_published(answers: Answers, config: dict[str, Any], *, has_notic
     if name is None:
         return []
     recipes = recipes_notice(name, answers.machines.kind) if has_notice else None
-    return [line for line in (quantized_notice(answers.model, name), recipes) if line is not None]
+    return [line for line in (quantized_notice(answers.model), recipes) if line is not None]
 
 
 def _model_config(path: str, draft: Path) -> tuple[dict[str, Any] | None, str | None]:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.commands.init.answers import Machines
 from megarl.errors import pluralize
-from megarl.hf.shape import ModelShape, model_shape
+from megarl.hf.shape import model_shape
 from megarl.platform.device_table import Device
 from megarl.preflight.load import load_recipe
 from megarl.recipe.schema import Recipe
-
-if TYPE_CHECKING:
-    from megarl.commands.plan.search.layouts import EngineLayout
 
 _MOST_TRAINER = 0.7  # of the device, for the lower bound of a trainer's memory: activations and libraries come on top
 _MOST_TIGHT = 0.9  # the same, if no layout leaves that much: `plan` counts exactly whether the rest is enough
@@ -79,18 +76,20 @@ def _best(recipe: Recipe, model: dict[str, Any], device: Device) -> _Candidate |
     from megarl.commands.plan.search import layouts as space
     from megarl.commands.plan.search.fits import Subject
     from megarl.commands.plan.search.lower_bound import min_peak_bytes
+    from megarl.commands.plan.search.needed import engine_weights
 
     subject = Subject(recipe, model, None, device)
     shares = {
-        engines: _engine_bytes(subject.shape, engines) / subject.limit if recipe.train.source == "rollout" else 0.0
+        engines: engine_weights(subject, engines) / subject.limit if recipe.train.source == "rollout" else 0.0
         for engines in space.engine_layouts(recipe, model, device.per_node)
     }
     if not shares:
         return None
     fitting = [engines for engines, share in shares.items() if share <= _MOST_ENGINE]
-    engines = min(
-        fitting or shares, key=lambda each: (not fitting and shares[each], each.data_parallel, each.tensor_parallel)
-    )
+    if fitting:
+        engines = min(fitting, key=lambda each: (each.data_parallel, each.tensor_parallel))
+    else:
+        engines = min(shares, key=lambda each: (shares[each], each.data_parallel, each.tensor_parallel))
     candidates = []
     for layout in space.layouts(recipe, model, device.per_node):
         if layout.virtual_pipeline is None:
@@ -140,10 +139,3 @@ def _changes(recipe: Recipe, candidate: Recipe) -> dict[str, Any]:
         return getattr(getattr(owner, section), field)
 
     return {key: value(candidate, key) for key in VARIED if value(candidate, key) != value(recipe, key)}
-
-
-def _engine_bytes(shape: ModelShape, engines: EngineLayout) -> float:
-    """Return the bytes of an engine's weights on one of its devices, at most. A group of engines spreads the experts."""
-    routed = sum(shape.sparse) * shape.experts * shape.expert
-    rest = shape.total - routed
-    return _WEIGHT_BYTES * (rest + routed / engines.data_parallel) / engines.tensor_parallel

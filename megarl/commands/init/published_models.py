@@ -25,7 +25,7 @@ def published_name(model: str, config: dict[str, Any]) -> str | None:
 
     config: its config.json.
     """
-    last = Path(model).name.partition("@")[0]
+    last = _last_part(model)
     if last in published.names():
         return last
     fields = text_fields(config)
@@ -36,8 +36,12 @@ def published_name(model: str, config: dict[str, Any]) -> str | None:
     return None
 
 
-def quantized_notice(model: str, name: str) -> str | None:
-    """Return a notice if `model` has no weights here, and the published weights of `name` are quantized."""
+def quantized_notice(model: str) -> str | None:
+    """Return a notice if `model` has the name of a model that is published with quantized weights, and has no weights here.
+
+    Its shape alone tells nothing: copies in bfloat16 have the same. Other quantized models are refused by their config.json.
+    """
+    name = _last_part(model)
     weights = published.QUANTIZED.get(name)
     if weights is None or any(Path(model).glob("*.safetensors")):
         return None
@@ -64,6 +68,10 @@ def recipes_notice(name: str, kind: str) -> str | None:
     same = [file for file in files if _kind_of(file) == kind]
     shown = [f"{file} ({_machines(file)})" for file in (same or files)[:_MOST]]
     return f"recipes for {name} to start from: {', '.join(shown)}" if shown else None
+
+
+def _last_part(model: str) -> str:
+    return Path(model).name.partition("@")[0]
 
 
 def _kind_of(recipe: Path) -> str | None:

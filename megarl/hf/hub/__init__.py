@@ -6,7 +6,7 @@ HF_TOKEN, HF_HOME and HF_HUB_OFFLINE have their usual meaning.
 """
 
 from megarl.hf.hub.data import cached_files, data_files, name_of_file, pin_data
-from megarl.hf.hub.downloads import download_size
+from megarl.hf.hub.downloads import FilesToDownload, files_to_download
 from megarl.hf.hub.errors import download_command
 from megarl.hf.hub.models import (
     cached_model,
@@ -23,6 +23,7 @@ from megarl.hf.hub.splits import CONVERTED
 __all__ = [
     "CONVERTED",
     "PREFIX",
+    "FilesToDownload",
     "HubError",
     "HubName",
     "Kind",
@@ -32,7 +33,7 @@ __all__ = [
     "data_files",
     "data_name",
     "download_command",
-    "download_size",
+    "files_to_download",
     "local_model",
     "model_folder",
     "model_name",

@@ -40,7 +40,7 @@ def pin_data(name: HubName) -> tuple[list[HubName], str | None]:
                 chosen, splits = files_of_split(name.path, listed.files, "")
                 name, has = converted, has or splits
         if not chosen:
-            raise HubError(f"{name.repo} has no rows {name.path!r}", _name_one_of(name, has, listed.files))
+            raise no_rows(name, has, listed.files)
         check_one_form(name, chosen)
         if not listed.is_whole and lacks_shards(name.path, chosen):
             raise not_in_cache(None, name, "data set")
@@ -81,10 +81,11 @@ def name_of_file(path: str) -> HubName | None:
     return name_of_snapshot(Path(path), "dataset") if is_in_cache(Path(path)) else None
 
 
-def _name_one_of(name: HubName, splits: Sequence[str], files: Sequence[str]) -> str:
+def no_rows(name: HubName, splits: Sequence[str], files: Sequence[str]) -> HubError:
+    """Return the error of a data set without the rows `name.path`. `splits`, `files`: what the repository has."""
     rows = sorted(file for file in files if is_file(file))
     shown = (splits or rows)[:8]
-    return (
+    remedy = (
         f"name one of {', '.join(f'hf://{name.repo}/{path}' for path in shown)}"
         if shown
         else (
@@ -92,6 +93,7 @@ def _name_one_of(name: HubName, splits: Sequence[str], files: Sequence[str]) -> 
             "(docs/data.md)"
         )
     )
+    return HubError(f"{name.repo} has no rows {name.path!r}", remedy)
 
 
 def _text(name: HubName) -> str:

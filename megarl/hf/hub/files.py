@@ -88,25 +88,42 @@ def files_in(folder: Path) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
+def missing_files(folder: Path, kind: Kind, patterns: Sequence[str]) -> list[str] | None:
+    """Return the files of a commit that match `patterns` and that its snapshot folder lacks; None if the cache has no list of
+    the commit's files."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    tree = cached_tree(folder)
+    if tree is None:
+        return None
+    needed = filter_repo_objects(tree, allow_patterns=list(patterns), ignore_patterns=_left_out(kind))
+    return [file for file in needed if not (folder / file).is_file()]
+
+
+def _left_out(kind: Kind) -> list[str] | None:
+    return list(LEFT_OUT) if kind == "model" else None
+
+
 def snapshot(name: HubName, kind: Kind, patterns: Sequence[str]) -> Path:
     """Return the snapshot folder with the files that match `patterns`, after a download of missing ones.
 
     If the cache has all files of a commit, the hub is not contacted.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
+    from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    left_out = list(LEFT_OUT) if kind == "model" else None
     folder = cached_snapshot(name, kind) if name.is_pinned else None
-    if folder is not None and (tree := cached_tree(folder)) is not None:
-        needed = filter_repo_objects(tree, allow_patterns=list(patterns), ignore_patterns=left_out)
-        if all((folder / file).is_file() for file in needed):
-            return folder
+    if folder is not None and missing_files(folder, kind, patterns) == []:
+        return folder
     return Path(
         snapshot_download(
-            name.repo, repo_type=kind, revision=name.revision, allow_patterns=list(patterns), ignore_patterns=left_out
+            name.repo,
+            repo_type=kind,
+            revision=name.revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=_left_out(kind),
         )
     )
 

@@ -8,7 +8,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megarl.hf.hub.errors import hub_errors, not_in_cache
-from megarl.hf.hub.files import LEFT_OUT, cached_snapshot, is_in_cache, listing, name_of_snapshot, snapshot
+from megarl.hf.hub.files import (
+    LEFT_OUT,
+    cached_snapshot,
+    is_in_cache,
+    listing,
+    missing_files,
+    name_of_snapshot,
+    snapshot,
+)
 from megarl.hf.hub.names import HubError, HubName
 
 _SMALL_FILES = (
@@ -69,10 +77,18 @@ def weights_fault(name: HubName) -> tuple[str | None, str | None]:
     return None, f"{listed.notice}; the cache has no list of its files, so its weights are not checked"
 
 
-def cached_model(name: HubName) -> Path | None:
-    """Return the folder of a model in the cache if it has weights, without any connection; None otherwise."""
+def cached_model(name: HubName, *, weights: bool = True) -> Path | None:
+    """Return the folder of a model in the cache, without any connection; None if it lacks weights or, without `weights`, a file
+    of the tokenizer."""
     folder = cached_snapshot(name, "model")
-    return folder if folder is not None and _has_safetensors([file.name for file in folder.iterdir()]) else None
+    if folder is None:
+        return None
+    files = {file.name for file in folder.iterdir()}
+    if weights:
+        return folder if _has_safetensors([*files]) else None
+    missing = missing_files(folder, "model", _SMALL_FILES)
+    is_here = files > {"config.json"} if missing is None else not missing
+    return folder if is_here else None
 
 
 def local_model(path: str, *, weights: bool = True) -> str:

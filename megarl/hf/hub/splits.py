@@ -63,9 +63,13 @@ def several_forms(files: Sequence[str]) -> dict[str, list[str]]:
     forms: dict[str, dict[str, None]] = {}
     for file in files:
         if split := _split_of(file):
-            form = re.sub(r"/\d+\.parquet$", "/*.parquet", _SHARD.sub(r"-*-of-\2", file))
-            forms.setdefault(split, {})[form] = None
+            forms.setdefault(split, {})[form_of(file)] = None
     return {split: list(several) for split, several in forms.items() if len(several) > 1}
+
+
+def form_of(file: str) -> str:
+    """Return the pattern of a file and the other shards of its set: train-*-of-00002.parquet, main/train/*.parquet."""
+    return re.sub(r"/\d+\.parquet$", "/*.parquet", _SHARD.sub(r"-*-of-\2", file))
 
 
 def _from_readme(readme: str, rows: Sequence[str]) -> dict[str, list[str]]:

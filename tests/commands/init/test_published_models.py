@@ -12,6 +12,7 @@ import pytest
 from megarl.commands.init.command import InitOptions, init
 from megarl.commands.init.published_models import published_name, quantized_notice, recipes_notice
 from megarl.commands.plan.preflight import checked
+from megarl.errors import RecipeError
 from megarl.hf import published
 from megarl.preflight.load import load_recipe
 from megarl.recipe.schema import Recipe
@@ -30,10 +31,10 @@ def written(capsys: pytest.CaptureFixture[str], model: str, devices: str, **opti
     return load_recipe("a.yaml"), capsys.readouterr().out
 
 
-def folder_of(name: str) -> str:
-    Path("model").mkdir()
-    Path("model/config.json").write_text(json.dumps(published.read(name)))
-    return "model"
+def folder_of(name: str, folder: str) -> str:
+    Path(folder).mkdir(parents=True)
+    Path(folder, "config.json").write_text(json.dumps(published.read(name)))
+    return folder
 
 
 def test_deepseek_v3_on_too_few_devices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,11 +53,26 @@ def test_deepseek_v3_on_too_few_devices(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_folder_with_the_config_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    _, output = written(capsys, folder_of("DeepSeek-V3"), "2 x 8 910B", task="sft", reward=None)
+    _, output = written(capsys, folder_of("DeepSeek-V3", "models/DeepSeek-V3"), "2 x 8 910B", task="sft", reward=None)
     assert "the weights of DeepSeek-V3 are published in FP8" in output and "an engine" not in output
     assert f"{RECIPES / 'grpo_deepseek_v3.yaml'} (16 x 16 Atlas 200T A2 Box16)" in output
-    Path("model/model.safetensors").touch()
-    assert quantized_notice("model", "DeepSeek-V3") is None
+    Path("models/DeepSeek-V3/model.safetensors").touch()
+    assert quantized_notice("models/DeepSeek-V3") is None
+
+
+@pytest.mark.parametrize("folder", ["gpt-oss-20b-BF16", "gpt-oss-20b"])
+def test_a_copy_in_bfloat16_is_not_converted(capsys: pytest.CaptureFixture[str], folder: str) -> None:
+    """It has the shape of the quantized model, and another name."""
+    _, output = written(capsys, folder_of("gpt-oss-20b", folder), "1 x 8 H200", task="sft", reward=None)
+    assert ("published in MXFP4" in output) == (folder == "gpt-oss-20b")
+
+
+def test_other_quantized_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of("gpt-oss-20b", "mine")
+    config = {**published.read("gpt-oss-20b"), "quantization_config": {"quant_method": "mxfp4"}}
+    Path(folder, "config.json").write_text(json.dumps(config))
+    with pytest.raises(RecipeError, match="convert-weights FOLDER"):
+        written(capsys, folder, "1 x 8 H200", task="sft", reward=None)
 
 
 def test_groups_of_engines_hold_the_experts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,17 +58,37 @@ def test_a_recipe_without_sufficient_devices_is_told_how_many_are_needed() -> No
     task = deepseek(16)
     assert (trainers_needed(task), engine_needed(task)) == (64, 32)
     text = shortage(task)
-    assert text is not None and "trainers need 64 or more (cluster.trainers is 16)" in text
-    assert re.search(r"group of engines .* needs 32 or more for its weights alone .* engines have 16\)", text)
+    assert text is not None and "trainers need about 64 (cluster.trainers is 16)" in text
+    assert re.search(r"group of engines .* needs about 32 for its weights alone .* engines have 16\)", text)
     for propose in (uncounted_layouts, fastest_engines, engines_that_hold):
-        with pytest.raises(InputError, match=r"No engine layout on these devices has room .* 32 or more"):
+        with pytest.raises(InputError, match=r"No engine layout on these devices has room .* about 32"):
             propose(task)
     assert shortage(deepseek(256)) is None
+
+
+def test_the_devices_of_the_recipe_are_tried() -> None:
+    """40 devices are between the numbers that are tried for every recipe, 32 and 48."""
+    device = replace(device_named("910B"), per_node=8, memory=6)
+    models = {"rollout": published.read("Qwen3-32B")}
+    needed = {
+        task.recipe.cluster.trainers: trainers_needed(task)
+        for task in (subject_of(deepseek(number).recipe, models, device) for number in (16, 40))
+    }
+    assert needed == {16: 48, 40: 40}
+
+
+def test_engines_are_bounded_by_the_largest_number_of_devices() -> None:
+    task = deepseek(16)
+    models = {"rollout": published.read("DeepSeek-V3")}
+    small, smaller = (subject_of(task.recipe, models, replace(BOX16, memory=memory)) for memory in (2.9, 2.7))
+    assert (engine_needed(small), engine_needed(smaller)) == (4096, None)
+    text = shortage(smaller)
+    assert text is not None and "needs more than 4,096 for its weights" in text
 
 
 def test_the_error_of_a_layout_names_the_devices_that_are_needed() -> None:
     settings = ["cluster.trainers=16"]
     with pytest.raises(InputError) as raised, with_suggestions(DEEPSEEK, settings, None, BOX16):
         require(checked(load_recipe(DEEPSEEK, settings), DEEPSEEK), strict=False)
-    assert "rollout.engines" in str(raised.value) and "32 or more" in str(raised.value)
+    assert "rollout.engines" in str(raised.value) and "about 32" in str(raised.value)
     assert "divides" not in str(raised.value)

@@ -110,7 +110,7 @@ def apply_choice(recipe: Recipe, choice: Choice) -> Recipe:
         recipe,
         megatron=megatron,
         actor=replace(recipe.actor, max_tokens_per_micro_batch=choice.tokens),
-        rollout=_with_engines(recipe, choice.engines).rollout,
+        rollout=with_engines(recipe, choice.engines).rollout,
     )
 
 
@@ -252,7 +252,7 @@ def engine_layouts(recipe: Recipe, model: dict[str, Any], per_node: int) -> Iter
 
 def _can_be(recipe: Recipe, model: dict[str, Any], engines: EngineLayout) -> bool:
     try:
-        _check_engines(_with_engines(recipe, engines), model)
+        _check_engines(with_engines(recipe, engines), model)
     except ValueError:
         return False
     return True
@@ -267,7 +267,7 @@ def _check_engines(recipe: Recipe, model: dict[str, Any]) -> None:
     Demand.of(recipe, trainers=True, engines=True).require_trainers_devices_suffice()
 
 
-def _with_engines(recipe: Recipe, engines: EngineLayout) -> Recipe:
+def with_engines(recipe: Recipe, engines: EngineLayout) -> Recipe:
     return replace(recipe, rollout=replace(recipe.rollout, **vars(engines)))
 
 

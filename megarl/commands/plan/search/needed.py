@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
 
 from megarl.commands.plan.count.engines import policy_engine
 from megarl.commands.plan.search.fits import Subject
@@ -16,10 +13,10 @@ from megarl.commands.plan.search.layouts import (
     engine_layouts,
     layouts,
     sizes_of_micro_batches,
+    with_engines,
 )
 from megarl.commands.plan.search.lower_bound import min_peak_bytes
 from megarl.errors import InputError
-from megarl.recipe.schema import Recipe
 
 _ROOMY = 0.7  # of an engine's memory, for its weights: the rest is for the cache and steps, which are not counted here
 _MOST_DEVICES = 4096  # largest number that is tried
@@ -27,7 +24,7 @@ _MOST_DEVICES = 4096  # largest number that is tried
 
 def engine_weights(subject: Subject, engines: EngineLayout) -> float:
     """Return a lower bound of the bytes of weights on an engine's device."""
-    recipe = _with_engines(subject.recipe, engines)
+    recipe = with_engines(subject.recipe, engines)
     rollout, routed = recipe.rollout, subject.shape.routed
     if "quantization" in rollout.engine_args:  # of unknown width
         return 0.0
@@ -62,8 +59,8 @@ def engines_that_hold(subject: Subject) -> list[EngineLayout]:
 
 
 def nearest_engines(subject: Subject) -> EngineLayout:
-    """Return the recipe's engines if they hold the weights, else those with the fewest changes, rather with room for a cache.
-    Raises as `engines_that_hold`."""
+    """Return the recipe's engines if they hold the weights. Else prefer layouts that leave room for the cache, then those with
+    the fewest changes. Raises as `engines_that_hold`."""
     current, room = choice_of(subject.recipe).engines, engine_room(subject)
 
     def cost(engines: EngineLayout) -> tuple[bool, bool, int]:
@@ -78,13 +75,13 @@ def shortage(subject: Subject) -> str | None:
     recipe, parts = subject.recipe, []
     trainers = trainers_needed(subject)
     if trainers is None or trainers > recipe.cluster.trainers:
-        needed = f"more than {_MOST_DEVICES:,}" if trainers is None else f"{trainers:,} or more"
+        needed = f"more than {_MOST_DEVICES:,}" if trainers is None else f"about {trainers:,}"
         parts.append(f"the trainers need {needed} (cluster.trainers is {recipe.cluster.trainers:,})")
     if recipe.train.source == "rollout":
         engine, present = engine_needed(subject), recipe.rollout.engines * recipe.rollout.tensor_parallel
         present = recipe.cluster.trainers if recipe.cluster.placement == "colocated" else present
         if engine is None or engine > present:
-            needed = f"more than {_MOST_DEVICES:,}" if engine is None else f"{engine:,} or more"
+            needed = f"more than {_MOST_DEVICES:,}" if engine is None else f"about {engine:,}"
             parts.append(
                 f"an engine, or a group of engines that share the experts, needs {needed} for its weights alone "
                 f"(rollout.tensor_parallel x rollout.data_parallel; engines have {present:,})"
@@ -111,29 +108,22 @@ def trainers_needed(subject: Subject) -> int | None:
 
 def engine_needed(subject: Subject) -> int | None:
     """Return the devices of the smallest engine, or group of engines, that holds the weights; None: more than are tried."""
-    per_node = subject.device.per_node
-    tensors = [2**power for power in range(per_node.bit_length()) if 2**power <= per_node]
-    group = subject.shape.experts > 0
+    powers = [2**power for power in range(_MOST_DEVICES.bit_length())]
     sizes = (
         tensor * engines
-        for tensor in tensors
-        for engines in ([2**power for power in range(int(math.log2(_MOST_DEVICES)))] if group else [1])
+        for tensor in powers
+        for engines in (powers if subject.shape.experts else [1])
+        if tensor <= subject.device.per_node and tensor * engines <= _MOST_DEVICES
         if holds_weights(subject, EngineLayout(engines, tensor, engines, None))
     )
     return min(sizes, default=None)
 
 
-def _sizes(subject: Subject) -> Iterator[int]:
-    """Yield numbers of devices: of one machine, then of machines by powers of two and their halves in between."""
+def _sizes(subject: Subject) -> list[int]:
+    """Return numbers of devices to try: of one machine, of machines by powers of two and their halves in between, and the
+    recipe's."""
     node = subject.device.per_node
-    yield from (2**power for power in range(node.bit_length()) if 2**power < node)
-    for power in count():
-        for machines in (2**power, 3 * 2**power // 2):
-            if node * machines > _MOST_DEVICES:
-                return
-            if machines == 2**power or power:
-                yield node * machines
-
-
-def _with_engines(recipe: Recipe, engines: EngineLayout) -> Recipe:
-    return apply_choice(recipe, replace(choice_of(recipe), engines=engines))
+    machines = [number for power in range(_MOST_DEVICES.bit_length()) for number in (2**power, 3 * 2**power)]
+    parts = [2**power for power in range(node.bit_length()) if 2**power < node]
+    whole = [node * number for number in machines if node * number <= _MOST_DEVICES]
+    return sorted({*parts, *whole, subject.recipe.cluster.trainers})
