@@ -139,6 +139,7 @@ def test_nothing_outlives_the_keeper(how: str, environ: dict[str, str], tmp_path
         cluster.close()
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 def test_devices_of_the_next_controller(one_ray, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """With simulated NPUs: the next controller takes the reservation, unless it needs other devices."""

@@ -11,6 +11,7 @@ from tests.support.ray_services import ENGINE_ENV, free_npus, start_engines
 pytestmark = pytest.mark.stack
 
 
+@pytest.mark.slow
 def test_a_critic_shares_the_trainers_device(connect, one_ray, tmp_path):
     """With simulated NPUs: a second group passes data to the first by reference, and its failure is named."""
     cluster = connect(1, 1, critics=1, npus=True)

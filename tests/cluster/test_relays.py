@@ -39,6 +39,7 @@ def relay_pids(group):
     return ray.get([relay.actor.__ray_call__.remote(lambda _: os.getpid()) for relay in relays])
 
 
+@pytest.mark.slow
 def test_results_by_rank_and_ends(start):
     cluster, group, pids = start("Echo")
     relays = relay_pids(group)

@@ -118,7 +118,8 @@ def assert_both_ranks_are_named(scenario, output):
     assert re.fullmatch(rf"    .*tests/support/cluster_workers.py:\d+ {sleeper}", waited_for[1])
 
 
-@pytest.mark.parametrize("how", slow_except(signal.SIGTERM.__eq__, [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_all_processes_end_with_torchrun(launch, how):
     process = launch("idle")
     pids = pids_of(process)

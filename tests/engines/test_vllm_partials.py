@@ -64,6 +64,7 @@ def assert_follows(engine: InFlight, request: GenerationRequest, sample: Complet
             assert np.array_equal(likeliest[span.start : end], sample.tokens[span.start : end])
 
 
+@pytest.mark.slow
 def test_an_engine_continues_requests_of_another(processes: list[EngineProcess], tmp_path: Path) -> None:
     """Engine 0 has the weights of version 0, then 1; engine 1 has version 2. One group is greedy."""
     first, second = (InFlight(each, tmp_path / str(n), at_update="refresh") for n, each in enumerate(processes))

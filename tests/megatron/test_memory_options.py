@@ -38,6 +38,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option != "plain"])
 @pytest.mark.parametrize("model", [model for model, _ in MODELS])
@@ -48,6 +49,7 @@ def test_memory_options_keep_updates_bit_identical(results: Path, model: str, op
         assert torch.equal(other["weights"][name], weight), name
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 @pytest.mark.parametrize("model", [model for model, _ in MODELS])
 def test_recompute_saves_activation_memory(results: Path, model: str) -> None:

@@ -53,6 +53,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 @cases(CASES)
 def test_transformer_engine_equals_native_layers(results: Path, case: dict[str, Any]) -> None:

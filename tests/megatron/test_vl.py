@@ -56,11 +56,13 @@ def slow_results(results: Path) -> Path:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case["name"])
 def test_training_does_not_depend_on_the_layout(results: Path, case: dict[str, Any]) -> None:
     check(results, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FROZEN_TOWER, ids=lambda case: case["name"])
 def test_a_frozen_tower_keeps_its_weights(results: Path, case: dict[str, Any]) -> None:
     """And the language model is trained the same in every layout; the gradient norm does not include the tower's."""
@@ -86,6 +88,7 @@ def test_training_does_not_depend_on_further_layouts(slow_results: Path, case: d
     check(slow_results, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [case["model"] for case in QUICK if case["processes"] == 1])
 def test_gradient_equals_transformers(results: Path, model: str) -> None:
     """Includes the gradient of the vision tower."""

@@ -32,6 +32,7 @@ def name(case: Case) -> str:
     return "-".join([case.model, *["sharded"] * case.sharded, *layout])
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 @pytest.mark.parametrize("case", QUICK, ids=name)
 def test_the_gap_is_small_after_start_and_an_update(case: Case, tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ class TestArguments:
         assert check.verdict == "NOT RUN" and "text_config" in check.cause
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 def test_the_recipe_s_engine_samples_with_dummy_weights(tmp_path, model):
     context = StageContext(Settings("cpu", 1), tmp_path, tmp_path, 1e9)

@@ -17,6 +17,7 @@ from megarl.commands.plan.time.cost import ring_seconds, send_seconds
 from megarl.platform.device_table import devices
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 def test_the_link_is_measured_with_more_than_two_devices(tmp_path: Path) -> None:
     """Rank 0 sends to rank 1; the third rank takes no part, and does not wait for a message. All three gather."""
