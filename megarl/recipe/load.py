@@ -155,11 +155,12 @@ def _read_yaml(path: Path, named_by: str) -> dict[str, Any]:
         problem = f"the file name has {len(path.name)} characters, and a file system allows {LONGEST_NAME}"
         raise RecipeError("recipe", problem, "give the file of a recipe", origin=named_by)
     if not path.is_file():
-        folder = path.parent if path.parent.is_dir() else Path(".")
+        folder = next((each for each in (path, path.parent) if each.is_dir()), Path("."))
         files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
         close = nearest(path.stem, files)  # without the ending, which makes every pair of names alike
         remedy = f"did you mean {files[close]}?" if close else f"name a file that is in {folder}/, or give its folder"
-        raise RecipeError("recipe", f"the file {path} does not exist", remedy, origin=named_by)
+        problem = f"{path} is a folder" if path.is_dir() else f"the file {path} does not exist"
+        raise RecipeError("recipe", problem, remedy, origin=named_by)
     try:
         loaded = OmegaConf.load(path)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:

@@ -103,8 +103,8 @@ def shipped_recipes(name: str) -> list[Path]:
 def missing_base(base: str, child: Path) -> RecipeError:
     """Return the error for a `base` of the file `child` that does not exist. Often the recipe is a copy, without its base files."""
     file = Path(os.path.abspath(child.parent / base))
-    state = "is not a file" if file.exists() else "does not exist"
-    problem = f"{file} {state}; a base is relative to the folder of the file that names it"
+    state = f"{file} is not a file" if file.exists() else f"the file {file} does not exist"
+    problem = f"{state}; a base is relative to the folder of the file that names it"
     shipped = [str(each.absolute()) for each in shipped_recipes(base)]
     near = nearest(
         file.stem, {each.stem: each for each in file.parent.glob("*.yaml") if each.resolve() != child.resolve()}

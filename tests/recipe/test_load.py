@@ -183,6 +183,12 @@ def test_broken_files(folder: Path, content: str, words: str) -> None:
     assert words in str(refused(folder))
 
 
+def test_a_folder_is_no_recipe(folder: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe(folder)
+    assert error.value.problem == f"{folder} is a folder" and f"that is in {folder}/" in error.value.remedy
+
+
 def test_missing_recipe_names_the_nearest(folder: Path) -> None:
     with pytest.raises(RecipeError, match=r"did you mean .*recipe\.yaml"):
         load_recipe(folder / "recipes.yaml")

@@ -379,6 +379,11 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Turn dotted keys into nested sections, in the order of the schema."""
     order = list(Recipe.__dataclass_fields__)
     nested: dict[str, Any] = {}
+    if unknown := [key for key in settings if key.split(".")[0] not in order]:
+        raise InputError(
+            f"{unknown[0]} is not a setting of a recipe. Give settings of the recipe or variables of the script after the file; change "
+            "verl's options in the script"
+        )
     for key in sorted(settings, key=lambda key: order.index(key.split(".")[0])):
         *sections, name = key.split(".")
         place = nested

@@ -60,6 +60,13 @@ def test_quoted_text_stays(quoted: str) -> None:
     assert converted(f"X={quoted}\n{PPO}").text == converted(PPO).text
 
 
+def test_verls_options_after_the_file_are_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"trainer\.nnodes is not a setting of a recipe.* change verl's options in the script"
+    ):
+        converted(PPO, "trainer.nnodes=4")
+
+
 class TestFences:
     def test_fences_and_the_text_around_them_are_left_out_with_a_note(self) -> None:
         done = converted(f"```bash\n{PPO} \\\n  data.seed=7\n```\n")

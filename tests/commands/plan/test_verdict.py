@@ -12,7 +12,7 @@ import pytest
 
 from megarl.commands.plan.command import arguments_of, plan
 from megarl.commands.plan.count.stages import counted
-from megarl.commands.plan.count.types import Activations, RankMemory, RecipePlan
+from megarl.commands.plan.count.types import Activations, HostUse, RankMemory, RecipePlan
 from megarl.commands.plan.options import PlanOptions, host_memory_notes
 from megarl.commands.plan.search.search import SearchResult
 from megarl.commands.plan.show.verdict import of_plan, of_search
@@ -39,6 +39,12 @@ def test_a_fitting_plan_names_the_room_and_the_next_commands() -> None:
     assert "--host-memory" not in words(plans.LARGE, options=("--host-memory", "2048"))
 
 
+def test_on_several_nodes_the_next_commands_are_the_launchers() -> None:
+    fits = words(replace(plans.LARGE, hosts=[HostUse("node 0", 1, {}), HostUse("nodes 1-3", 3, {})]), "train.steps=3")
+    assert "Next: on all 4 nodes" in fits
+    assert fits.endswith("bash launch/ssh.sh hosts 'my recipe.yaml' train.steps=3")
+
+
 def test_a_plan_that_does_not_fit_names_the_first_layout_that_does() -> None:
     assert "does not fit, for 1 reason" in words(plans.TOO_LARGE)
     assert "plan 'my recipe.yaml' train.steps=3 megatron.recompute=full" in words(plans.TOO_LARGE, "train.steps=3")
@@ -60,7 +66,7 @@ def test_a_plan_that_does_not_fit_names_the_first_layout_that_does() -> None:
 
 
 def test_unknown_memory_is_no_fit() -> None:
-    assert "not compared with a device" in words(plans.SMALL) and "--device 910B" in words(plans.SMALL)
+    assert "not compared with a device" in words(plans.SMALL) and "--device H100" in words(plans.SMALL)
     unknown = replace(plans.LARGE, not_counted=["rollout"])
     assert (
         "not known: " in words(unknown) and "engines of rollout" in words(unknown) and "fits 910B" not in words(unknown)

@@ -18,6 +18,7 @@ from megarl.commands.plan.show.units import GIB, Unit, sized
 from megarl.errors import command_name, pluralize
 
 _COMMAND = "    "  # indent of a command
+_SSH = "launch/ssh.sh hosts"
 
 
 def show(lines: Sequence[str]) -> None:
@@ -37,8 +38,10 @@ def of_plan(plan: RecipePlan, path: Path, settings: Sequence[str], options: Sequ
         search = _command("plan", path, [*settings, *options, "--search"])
         return _lines(verdict, "change the keys of REFUSED, use more devices, or search a layout", search)
     if plan.memory is None:
-        again = _command("plan", path, [*settings, *options, "--device", "910B"])
-        return _lines("not compared with a device, since none is known", "name the device of the run", again)
+        again = _command("plan", path, [*settings, *options, "--device", "H100"])
+        return _lines(
+            "not compared with a device, since none is known", "name the device of the run, e.g. H100 or 910B", again
+        )
     checks = pluralize(len(plan.unchecked), "check")
     unknown = [f"engines of {section}" for section in plan.not_counted]
     unknown += [] if all(stage.activations for stage in plan.stages) else ["activations"]
@@ -48,6 +51,12 @@ def of_plan(plan: RecipePlan, path: Path, settings: Sequence[str], options: Sequ
         verdict = f"fits {plan.device.name if plan.device else 'the device'}{_least_room(plan)}"
     if plan.unchecked:
         verdict += f"; {checks} could not run here (Not checked above)"
+    if (nodes := sum(host.nodes for host in plan.hosts)) > 1:
+        recipe = " ".join(shlex.quote(text) for text in (str(path), *settings))
+        doctor, train = f"bash {_SSH} -- python -m megarl doctor {recipe}", f"bash {_SSH} {recipe}"
+        return _lines(
+            verdict, f"on all {nodes} nodes, listed in the file hosts (docs/tutorials/many_nodes.md)", doctor, train
+        )
     commands = [_command(name, path, settings) for name in ("doctor", "train")]
     return _lines(verdict, "on a machine of the run", *commands)
 
