@@ -2,7 +2,7 @@
 
 `ci` runs in every test run, `slow` with `launch/test.sh --all`, `-` not at all: experts of a dense model, sizes that do
 not divide, or combinations in other rows. CI has each model on one process, each kind of parallelism, and one layout of most
-models with layers of their own: tied embeddings over TP (a padded vocabulary) and VPP (the embedding is on two stages), MLA,
+models with special layers: tied embeddings over TP (a padded vocabulary) and VPP (the embedding is on two stages), MLA,
 linear attention, sinks, indexers, dense layers before experts.
 """
 
