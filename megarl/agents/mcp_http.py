@@ -39,10 +39,9 @@ _report: contextvars.ContextVar[HttpReport | None] = contextvars.ContextVar("htt
 @contextlib.contextmanager
 def reporting(seconds: float) -> Iterator[HttpReport]:
     """Collect the HTTP failures of a call with a limit of `seconds`. mcp sends a request in the context of its call."""
-    token = _report.set(HttpReport(seconds))
+    report = HttpReport(seconds)
+    token = _report.set(report)
     try:
-        report = _report.get()
-        assert report is not None
         yield report
     finally:
         _report.reset(token)

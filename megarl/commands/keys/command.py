@@ -42,8 +42,8 @@ def keys_command(
 
 
 def matching(keys: Sequence[KeyDescription], pattern: str | None) -> list[KeyDescription]:
-    """Return the keys whose name matches; else the keys for this name of another framework; else the keys whose meaning contains the
-    pattern. Raises InputError if there are none."""
+    """Return the keys with a matching name, else the keys for a matching name of another framework, else those with the pattern in
+    their meaning. Raises InputError if there are none."""
     from megarl.errors import InputError
     from megarl.recipe.former_names import OTHER_NAMES
     from megarl.registry import did_you_mean

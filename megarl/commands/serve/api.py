@@ -351,7 +351,7 @@ class TrainingApi:
             if model.failed_start is not None:
                 raise ValueError(f"{model.id} has no weights: {model.failed_start}. Create a new training client")
             if missing:
-                model.broken = f"{missing}, and may have been a forward_backward"
+                model.broken = f"{missing}: a forward_backward may be missing"
             return call()
 
         with self._lock:

@@ -68,8 +68,8 @@ def read_fields(name: str, body: Mapping[str, Any]) -> dict[str, Any]:
     values, kinds = {key: value for key, value in body.items() if value is not None}, _FIELDS[name]
     if unknown := sorted(set(values) - set(kinds)):
         raise ValueError(
-            f"{name} has {', '.join(unknown)}, which this server does not know: it reads {', '.join(kinds)}. Leave out the others, or install "
-            "tinker 0.38, whose protocol it speaks"
+            f"{name} has {', '.join(unknown)}, which this server does not know: it reads {', '.join(kinds)}. Leave the others out, or install "
+            "tinker 0.38, which this server is for"
         )
     for key, kind in kinds.items():
         if key in values:

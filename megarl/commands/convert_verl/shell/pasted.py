@@ -7,13 +7,13 @@ import re
 _FENCE = re.compile(r"\s*(```+|~~~+)\s*[\w+-]*\s*")
 _REDIRECTED = re.compile(r"(?<==)<([^<>()|&;$`'\"\\\n]+)>(?=\s|$)")
 _PLACEHOLDER = re.compile(
-    r"<[^<>]+>|\b(?:path[_/-]to|your|change[_-]?me|replace[_-]?me)\b|(?:^|/)(?:x{3,}|\.{3})(?:/|$)", re.IGNORECASE
+    r"<[^<>]+>|\b(?:path[/-]to|your|change-?me|replace-?me)\b|(?:^|/)(?:x{3,}|\.{3})(?:/|$)", re.IGNORECASE
 )
 
 
 def is_placeholder(text: str) -> bool:
     """Return whether a value stands for another one that the reader of a script chooses, as in ``/path/to/model``."""
-    return bool(_PLACEHOLDER.search(text.replace("_", "-").replace("path-to", "path/to")))
+    return bool(_PLACEHOLDER.search(text.replace("_", "-")))
 
 
 def without_fences(text: str) -> tuple[str, list[str]]:

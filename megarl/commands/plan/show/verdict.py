@@ -36,7 +36,7 @@ def of_plan(plan: RecipePlan, path: Path, settings: Sequence[str], options: Sequ
             fitting = [*settings, *plan.suggestions[0].overrides.split(), *options]
             return _lines(verdict, "the first layout above that fits", _command("plan", path, fitting))
         search = _command("plan", path, [*settings, *options, "--search"])
-        return _lines(verdict, "change the keys of REFUSED, use more devices, or search a layout", search)
+        return _lines(verdict, "change the keys of REFUSED, use more devices, or search for a layout", search)
     if plan.memory is None:
         again = _command("plan", path, [*settings, *options, "--device", "H100"])
         return _lines(
