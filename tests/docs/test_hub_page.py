@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
@@ -69,9 +70,12 @@ def downloads() -> list[list[str]]:
 
 def test_downloads_name_one_repository() -> None:
     """hf takes one pattern per option; a further one is the name of a file, with which it ignores the patterns."""
-    from huggingface_hub.cli.hf import app
+    from huggingface_hub.cli.hf import app as hf
 
-    command = app.commands["download"].materialize()  # type: ignore[attr-defined]
-    contexts = [command.make_context("download", words) for words in downloads()]
+    contexts = []
+    for words in downloads():
+        name, command, arguments = hf.resolve_command(click.Context(hf), ["download", *words])
+        assert command is not None
+        contexts.append(command.make_context(name, arguments))
     assert len(contexts) > 10 and not any(context.params["filenames"] for context in contexts)
     assert ("*.bin", "*.pt") in [tuple(context.params["exclude"] or ()) for context in contexts]
