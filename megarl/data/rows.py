@@ -72,6 +72,19 @@ def rows_with_all_columns(file: Path) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
 
 
+def column_names(file: Path) -> list[str]:
+    """Return the columns of a parquet file, or of the first row of a .jsonl file. ValueError if it has none or cannot be read."""
+    check_file(file)
+    if file.suffix == ".parquet":
+        with _open_parquet(file, ColumnSelection([()])) as (opened, _):
+            return list(opened.schema_arrow.names)
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                return [*_jsonl_values(f"{file}, line {number}", line)]
+    raise ValueError(f"{file}: the file has no rows")
+
+
 def sample_rows(
     file: Path,
     count: int,
@@ -279,6 +292,13 @@ def _jsonl_sample(file: Path, count: int, selection: ColumnSelection) -> tuple[l
 
 
 def _jsonl_row(where: str, line: bytes, selection: ColumnSelection) -> Row:
+    values = _jsonl_values(where, line)
+    selection.check(where, values, named=False)
+    return Row(where, selection.values(where, values))
+
+
+def _jsonl_values(where: str, line: bytes) -> dict[str, Any]:
+    """Return the columns of one line. ValueError unless it is a JSON object."""
     try:
         values = json.loads(line)
         if b"\\ud" in line.lower():
@@ -291,8 +311,7 @@ def _jsonl_row(where: str, line: bytes, selection: ColumnSelection) -> Row:
         raise ValueError(f"{where} is nested too deeply") from error
     if not isinstance(values, dict):
         raise ValueError(f"{where} is {cut_end(repr(values), 80)}, not an object of columns")
-    selection.check(where, values, named=False)
-    return Row(where, selection.values(where, values))
+    return values
 
 
 def _missing_file(file: Path) -> MissingFile:

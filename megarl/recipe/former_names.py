@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.errors import RecipeError, command_name
+from megarl.recipe.key import section_types
 from megarl.registry import nearest
 
 SECTIONS = {"exchange": "weight_sync"}  # former section -> present one
@@ -19,6 +20,7 @@ REJECTION = {"mask": "none", "mask_low": 0.5, "mask_high": 5.0, "veto": None}  #
 VALUES = {"weight_sync.route": {"planned": "sharded", "export": "full"}}  # key -> former value -> present one
 _VERL = "actor_rollout_ref"  # the largest section of verl's configurations
 _MOST = 3  # keys in a remedy
+_NODES = ("nodes", "nnodes", "num_nodes", "n_gpus_per_node", "num_gpus_per_node", "devices_per_node")
 _PARALLEL = {"t": "tensor", "p": "pipeline", "c": "context", "e": "expert", "et": "expert_tensor"}
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("learning_rate", "actor_lr", "max_lr"), ("actor.optimizer.lr",)),
@@ -68,6 +70,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "project_name": ("observe.project",),
     **dict.fromkeys(("wandb", "use_wandb", "report_to", "logger"), ("observe.trackers",)),
     **dict.fromkeys(("world_size", "num_gpus", "n_gpus"), ("cluster.trainers",)),
+    **dict.fromkeys(_NODES, ("cluster.trainers",)),
     **{
         name: (f"rollout.engine_args.{name}",)
         for name in ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager")
@@ -80,6 +83,7 @@ _REMARKS = {
         ("global_batch_size", "mini_batch_size", "ppo_mini_batch_size"), "the number of parts, not their size"
     ),
     **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "tokens, not samples"),
+    **dict.fromkeys(_NODES, "the devices of all nodes together"),
     "gradient_checkpointing": "none, selective or full",
     "use_kl_loss": "a number, 0 for none",
 }
@@ -175,7 +179,7 @@ def suggestion(name: str, prefix: str, types: Mapping[str, Any], keys: Sequence[
     elif replaced:
         meant = here or [*replaced, *elsewhere]
     else:
-        meant = [*elsewhere[:_MOST], *([f"{prefix}{near}"] if near else [])]
+        meant = [*elsewhere[:_MOST], *(_near(near, prefix, types, value) if near else [])]
     meant = list(dict.fromkeys(meant))[: _MOST + 1]
     if not meant:
         return f"keys here: {', '.join(types)}"
@@ -183,6 +187,15 @@ def suggestion(name: str, prefix: str, types: Mapping[str, Any], keys: Sequence[
     shown = [f"{key} ({remarks[_leaf(key)]})" if _leaf(key) in remarks else key for key in meant]
     detail = f" `{command_name()} keys {meant[0]}` describes it" if replaced and meant[0] in keys else ""
     return f"did you mean {' or '.join(shown)}?{detail}"
+
+
+def _near(name: str, prefix: str, types: Mapping[str, Any], value: Any) -> list[str]:
+    """Return the key `name`; for a section, its keys that `value` means, or the section if it means none of them."""
+    if not dataclasses.is_dataclass(types[name]):
+        return [f"{prefix}{name}"]
+    inner = section_types(types[name])
+    meant = [leaf for each in value for leaf in (each, *map(_leaf, OTHER_NAMES.get(str(each).lower(), ())))]
+    return [f"{prefix}{name}.{leaf}" for leaf in meant if leaf in inner] or [f"{prefix}{name}"]
 
 
 def _remarks(name: str, value: Any) -> dict[str, str]:

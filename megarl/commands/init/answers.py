@@ -62,13 +62,14 @@ class Machines:
 
 @dataclass(frozen=True)
 class Answers:
-    """Checked answers. files: of the training rows. reward: None for tasks without one."""
+    """Checked answers. files: of the training rows. reward: None for tasks without one. columns: `data.columns` of the files."""
 
     task: str
     model: str
     files: tuple[str, ...]
     machines: Machines
     reward: str | None
+    columns: dict[str, str]
 
     @property
     def samples(self) -> bool:
@@ -92,7 +93,7 @@ def check_model(text: str) -> str:
         if not (Path(text) / "config.json").is_file():
             raise ValueError(f"the folder {text} has no config.json, so it is not a Hugging Face model")
     elif hub.model_name(text) is None:
-        raise ValueError(f"{text} is neither a folder nor a name on the hub (such as Qwen/Qwen3-8B)")
+        raise ValueError(f"{text} is neither a folder nor a name on the hub: owner/name, such as Qwen/Qwen3-8B")
     return text
 
 
@@ -107,6 +108,8 @@ def check_files(text: str) -> tuple[str, ...]:
             raise ValueError(
                 f"{file} is neither a file on this machine nor a data set on the hub ({hub.PREFIX}...): copy it here"
             )
+        if not file.startswith(hub.PREFIX) and set(file) & {*"*?["} and not Path(file).exists():
+            raise ValueError(f"{file}: patterns are not expanded; list the files, with commas between them")
         if not file.startswith(hub.PREFIX) and not file.endswith((".parquet", ".jsonl")):
             raise ValueError(
                 f"{file} ends neither in .parquet nor in .jsonl, and a data set on the hub begins with {hub.PREFIX}"
@@ -127,6 +130,12 @@ def check_reward(text: str) -> str:
 def read_machines(text: str) -> Machines:
     """Parse ``8 H100``, ``2 x 8 910B``, ``16 Atlas 800T A3``, ``8 cuda`` or ``2 cpu``. Raises ValueError."""
     match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\d+)\s+(\S.*?)\s*", text)
+    if (times := re.fullmatch(r"\s*(\d+)\s*[x*]\s+([^\d\s].*?)\s*", text)) is not None:
+        count, name = int(times[1]), times[2]
+        raise ValueError(
+            f"{text!r}: write '{count} {name}' for {pluralize(count, 'device')}, or '{count} x 8 {name}' for "
+            f"{pluralize(count, 'machine')} of 8"
+        )
     if match is None:
         raise ValueError(f"{text!r} is not a number and kind of devices: write e.g. '8 H100', '2 x 8 H100' or '2 cpu'")
     nodes, count, name = int(match[1] or 1), int(match[2]), match[3]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 import tempfile
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,7 +16,7 @@ import typer
 from megarl.atomic_files import check_new
 from megarl.commands.init import answers as checks
 from megarl.commands.init.answers import ROWS, TASKS, Answers
-from megarl.commands.init.hub_rows import columns_of, columns_remark, scorer_of
+from megarl.commands.init.columns import column_remarks, columns_of, scorer_of
 from megarl.commands.init.layout import first_layout
 from megarl.commands.init.published_models import published_name, quantized_notice, recipes_notice
 from megarl.commands.init.text import recipe_text
@@ -101,7 +104,7 @@ def _answers(options: InitOptions, ask: bool) -> Answers:
     if checks.samples(task):
         question = "Reward (a scorer such as gsm8k or math, your module:function, or rows)"
         reward = answer("reward", question, scorer_of(files) or ROWS)
-    return Answers(task, model, files, machines, reward)
+    return Answers(task, model, files, machines, reward, columns_of(task, files))
 
 
 def _check_task_has_reward(task: str, options: InitOptions) -> None:
@@ -178,7 +181,7 @@ def _notices_of_published(answers: Answers, config: dict[str, Any], *, has_notic
     name = published_name(answers.model, config)
     if name is None:
         return []
-    recipes = recipes_notice(name, answers.machines.kind) if has_notice else None
+    recipes = recipes_notice(name, answers.machines.kind, other_kinds=has_notice)
     return [line for line in (quantized_notice(answers.model), recipes) if line is not None]
 
 
@@ -207,14 +210,20 @@ def _remarks(answers: Answers) -> list[str]:
         remarks.append(
             f"not found yet: {', '.join(missing)}. `{command_name()} data --help` prepares data sets, docs/data.md has the columns"
         )
-    source = (answers.reward or "").partition(":")[0]
-    if source.endswith(".py") and not Path(source).exists():
-        remarks.append(f"not found yet: {source}, which `plan` and `train` import")
-    columns = columns_of(answers.task, answers.files)
-    if (remark := columns_remark(answers.task, answers.files, columns)) is not None:
-        remarks.append(remark)
+    module, is_function, _ = (answers.reward or "").partition(":")
+    if is_function and not _exists(module):
+        remarks.append(f"not found yet: {module}, which `plan` and `train` import")
+    function = None if answers.reward == ROWS else answers.reward
+    remarks += column_remarks(answers.task, answers.files, answers.columns, function)
     if answers.reward == ROWS and (scorer := scorer_of(answers.files)) is not None:
         remarks.append(f"these rows have no data_source, which selects a scorer: add reward: {{function: {scorer}}}")
     elif answers.reward == ROWS:
         remarks.append("each row's data_source selects its scorer: docs/rewards.md has the list")
     return remarks
+
+
+def _exists(module: str) -> bool:
+    """Return True if `module`, a name or a file, can be imported from here. Packages are not imported to look inside."""
+    if module.endswith(".py"):
+        return Path(module).exists()
+    return PathFinder.find_spec(module.partition(".")[0], [os.getcwd(), *sys.path]) is not None

@@ -54,10 +54,10 @@ def quantized_notice(model: str) -> str | None:
     )
 
 
-def recipes_notice(name: str, kind: str) -> str | None:
+def recipes_notice(name: str, kind: str, *, other_kinds: bool) -> str | None:
     """Return a notice with megarl's recipes that train the published model `name`; None if there are none.
 
-    Recipes for devices of `kind` (cluster.device) come alone, if there are any.
+    Recipes for devices of `kind` (cluster.device) come alone, if there are any. other_kinds: else those for other devices.
     """
     try:
         files = sorted(recipes_folder().rglob("*.yaml"))
@@ -66,7 +66,7 @@ def recipes_notice(name: str, kind: str) -> str | None:
     head = re.compile(rf"^# Shape: {re.escape(name)}$", re.MULTILINE)
     files = [file for file in files if head.search(file.read_text(encoding="utf-8")) and hardware_of(file)]
     same = [file for file in files if _kind_of(file) == kind]
-    shown = [f"{file} ({_machines(file)})" for file in (same or files)[:_MOST]]
+    shown = [f"{file} ({_machines(file)})" for file in (same or (files if other_kinds else []))[:_MOST]]
     return f"recipes for {name} to start from: {', '.join(shown)}" if shown else None
 
 

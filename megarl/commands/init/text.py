@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 
 from megarl.commands.init.answers import ROWS, TASKS, Answers
-from megarl.commands.init.hub_rows import columns_of
 from megarl.errors import command_name
 from megarl.recipe.key import RecipeDumper
 
@@ -62,6 +61,7 @@ def _head(file: Path, answers: Answers) -> list[str]:
         f"#   {command} plan {recipe}    memory and time of this recipe{search}",
         f"#   {command} train {recipe}",
         f"#   {command} keys temperature    other settings",
+        "# Evaluation during training: set data.eval_files and evaluation.every",
     ]
 
 
@@ -91,8 +91,8 @@ def _settings(name: str, answers: Answers, context: int | None) -> dict[str, Any
         "rollout": {"max_response_length": response},
         "actor": {"optimizer": {"lr": _RATES[task]}},
     }
-    if (columns := columns_of(task, answers.files)) is not None:
-        settings["data"]["columns"] = columns
+    if answers.columns:
+        settings["data"]["columns"] = answers.columns
     if answers.samples:
         settings["rollout"]["samples_per_prompt"] = 8 if accelerated else 4
         settings["actor"]["mini_batches"] = 2

@@ -43,6 +43,8 @@ def test_devices(text: str, expected: Machines) -> None:
         ("H100", "not a number and kind"),
         ("8", "not a number and kind"),
         ("0 H100", "at least one device"),
+        ("8 x H100", "write '8 H100' for 8 devices, or '8 x 8 H100' for 8 machines of 8"),
+        ("2x", "not a number and kind"),
         ("8 H10", "did you mean 'H100'"),
         ("12 H100", "a machine has 8 devices of this kind; write e.g. '2 x 8 H100'"),
     ],
@@ -73,11 +75,14 @@ def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_model("model") == "model" and check_model("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
     with pytest.raises(ValueError, match="neither a folder nor a name on the hub"):
         check_model("/no/such/folder")
+    with pytest.raises(ValueError, match=r"Qwen3-8B is neither .* owner/name, such as Qwen/Qwen3-8B"):
+        check_model("Qwen3-8B")
 
 
 def test_files() -> None:
     assert check_files("a.parquet, hf://org/name/train,b.jsonl") == ("a.parquet", "hf://org/name/train", "b.jsonl")
     problems = {
+        "data/*.parquet": r"data/\*\.parquet: patterns are not expanded; list the files",
         "a.csv": "neither in .parquet nor in .jsonl",
         " , ": "at least one file",
         "s3://bucket/a.parquet": "s3://bucket/a.parquet is neither a file on this machine",

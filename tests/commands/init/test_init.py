@@ -133,12 +133,16 @@ def test_a_reward(capsys: pytest.CaptureFixture[str]) -> None:
     assert "reward" not in written(reward="rows")
     assert "data_source selects its scorer" in capsys.readouterr().out
     assert written(reward="my_rewards:close")["reward"] == {"function": "my_rewards:close"}
-    Path("data.parquet").touch()
-    written(reward="my dir/rewards.py:close", data="data.parquet")
+    assert "not found yet: my_rewards, which `plan` and `train` import" in capsys.readouterr().out
+    Path("my_rewards.py").touch()
+    written(reward="my_rewards:close")
+    assert "not found yet: my_rewards," not in capsys.readouterr().out
+    Path("data.jsonl").write_text('{"prompt": "1+1"}')
+    written(reward="my dir/rewards.py:close", data="data.jsonl")
     assert load_recipe("a.yaml").reward.function == "my dir/rewards.py:close"
     assert "not found yet: my dir/rewards.py, which `plan` and `train` import" in capsys.readouterr().out
     Path("mine.py").touch()
-    written(reward="mine.py:close", data="data.parquet")
+    written(reward="mine.py:close", data="data.jsonl")
     assert "not found" not in capsys.readouterr().out
 
 

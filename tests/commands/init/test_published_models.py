@@ -90,5 +90,12 @@ def test_names_and_shapes() -> None:
     assert published_name("Qwen/Qwen3-8B@main", config) == "Qwen3-8B"
     assert published_name("some/folder", config) == "Qwen3-8B"
     assert published_name("some/folder", config | {"num_hidden_layers": 35}) is None
-    assert recipes_notice("Qwen3-4B", "npu") is not None and recipes_notice("quickstart", "cuda") is None
+    assert recipes_notice("quickstart", "cuda", other_kinds=True) is None
+
+
+def test_recipes_for_other_devices_are_named_if_the_layout_is_in_doubt() -> None:
+    assert recipes_notice("Qwen3-4B", "cuda", other_kinds=True) is not None
+    assert recipes_notice("Qwen3-4B", "cuda", other_kinds=False) is None
+    own = recipes_notice("Qwen3-30B-A3B", "npu", other_kinds=False)
+    assert own is not None and "dapo_qwen3_30b" in own
     assert set(published.QUANTIZED) <= set(published.names())
