@@ -11,6 +11,7 @@ from megarl.cluster import trainer_notices
 from megarl.engines.specs import first_specs
 from megarl.observe.webhook import unencrypted_notice
 from megarl.platform.version_sets import refuse_cuda_builds
+from megarl.preflight.engines_and_devices import unused_devices_notice
 from megarl.preflight.recipe.fleet import step_timeout_notice
 from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.derived.at_update import update_notice
@@ -43,6 +44,7 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
                 checkpoints_notice(recipe.train),
                 seeds_notice(recipe),
                 step_timeout_notice(recipe.rollout),
+                unused_devices_notice(recipe),
                 update_notice(recipe),
                 traces_notice(recipe),
                 unencrypted_notice(recipe.observe.alerts),

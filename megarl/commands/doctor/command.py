@@ -111,7 +111,7 @@ def _recipe(
     parts: list[tuple[str, Callable[[], list[Finding]]]] = [
         ("recipe: model", lambda: list(stages(recipe))),
         ("recipe: devices", lambda: [device_demand(recipe, device, machines)]),
-        ("recipe: weights", lambda: weights(recipe)),
+        ("recipe: weights", lambda: weights(recipe, device)),
         ("recipe: environment", lambda: environment(recipe, device)),
         ("recipe: run", lambda: [run_name(recipe)]),
     ]

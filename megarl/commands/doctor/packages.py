@@ -12,6 +12,7 @@ from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.machine import TIMEOUT, Machine
 from megarl.commands.doctor.platform_detection import platform_of, torch_sees
 from megarl.commands.doctor.versions import MINIMUM_VERSIONS, PYTHON, nearest_set
+from megarl.engines.vllm.route_support import DISTRIBUTIONS
 from megarl.platform.kinds import KINDS
 from megarl.platform.version_sets import cuda_builds, cuda_builds_remedy, meets
 
@@ -49,7 +50,8 @@ def packages(machine: Machine, needs: Needs) -> Iterator[Finding]:
     how = f"the {chosen.name} set: {chosen.install}"
     missing = [name for name, version in have.items() if version is None and _is_needed(name, needs)]
     if missing:
-        yield fail(f"not installed: {', '.join(missing)}", f"install {how}")
+        names = [f"{name}{_other_build(machine, name)}" for name in missing]
+        yield fail(f"not installed: {', '.join(names)}", f"install {how}")
     if lacks_sglang := needs.engines and "sglang" in needs.libraries and _installed(machine, "sglang") is None:
         yield fail("not installed: sglang", f"{kind.install_sglang}, or set the recipe's engine to vllm")
     different = [
@@ -151,6 +153,12 @@ def _is_needed(package: str, needs: Needs) -> bool:
     """Return True if the recipe needs the package. SFT needs no engine, SGLang no vLLM, and torchrun no Ray."""
     vllm = needs.engines and "vllm" in needs.libraries
     return (vllm or not package.startswith("vllm")) and (needs.ray or package != "ray")
+
+
+def _other_build(machine: Machine, package: str) -> str:
+    """Return, in parentheses, the build of vLLM for other devices that is here instead of `package`; "" if there is none."""
+    builds = [f"{name} {machine.version(name)}" for name in DISTRIBUTIONS if machine.version(name)]
+    return f" (here is {', '.join(builds)}, for other devices)" if package in DISTRIBUTIONS and builds else ""
 
 
 def _numbers(version: str, count: int) -> tuple[int, ...]:

@@ -12,14 +12,16 @@ from megarl.commands.doctor.downloads import downloads_of
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.launch.topology import read_topology
 from megarl.data.rows import MissingFile
-from megarl.engines.routes import check_route, route_here
+from megarl.engines.routes import check_route, route_here, routes_of_sets
 from megarl.engines.specs import fixed_models
+from megarl.engines.vllm.route_support import DISTRIBUTIONS
 from megarl.errors import RecipeError, command_name, pluralize
 from megarl.hf import weights as hf_weights
 from megarl.megatron.extra_settings import attention_needs
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.kinds import kind_of
 from megarl.platform.transformer_engine import AttentionNeeds
+from megarl.platform.version_sets import version_of
 from megarl.preflight.engines_and_devices import check_device, demand_of, only_evaluates
 from megarl.preflight.environment import environment_notices
 from megarl.preflight.findings import STAGES, Available, Survey
@@ -192,11 +194,14 @@ def device_demand(recipe: Recipe, device: str, machines: Sequence[tuple[str, int
     return ok(f"{demand}: {demand.devices} of {pluralize(have, 'device')}")
 
 
-def weights(recipe: Recipe) -> list[Finding]:
-    """Report the route of the weight sync with the installed engines."""
+def weights(recipe: Recipe, device: str) -> list[Finding]:
+    """Report the route of the weight sync with the installed engines; with the default set's if none for `device` are here."""
     if recipe.train.source != "rollout" or only_evaluates(recipe.data):
         return [ok("this recipe has no weight sync")]
-    route = route_here(recipe)
+    sets = kind_of(device).sets
+    here = any(version_of(name) for name in DISTRIBUTIONS if any(name in each.packages for each in sets))
+    others = [] if here or recipe.rollout.engine != "vllm" else routes_of_sets(recipe, sets)
+    route = others[0] if others else route_here(recipe)
     try:
         check_route(recipe, route)
     except RecipeError as error:

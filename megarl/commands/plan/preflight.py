@@ -20,6 +20,7 @@ from megarl.commands.plan.show.units import decimal
 from megarl.errors import InputError, RecipeError, block, join_blocks, pluralize
 from megarl.hf.families import has_tower
 from megarl.hf.shape import model_shape
+from megarl.preflight.engines_and_devices import unused_devices_notice
 from megarl.preflight.findings import Available, Survey, one_line
 from megarl.preflight.models import CRITIC, POLICY
 from megarl.preflight.recipe.fleet import step_timeout_notice
@@ -71,6 +72,7 @@ def check_run(recipe: Recipe, result: Survey) -> None:
         group_size_notice(recipe),
         seeds_notice(recipe),
         step_timeout_notice(recipe.rollout),
+        unused_devices_notice(recipe),
         update_notice(recipe),
         traces_notice(recipe),
     )

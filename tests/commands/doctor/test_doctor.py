@@ -21,7 +21,7 @@ from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.machine import Machine
 from megarl.commands.doctor.nodes import NodeReport, compared
 from megarl.commands.doctor.platform_detection import platform_of
-from megarl.commands.doctor.recipe import _RUNS_PROGRAMS, device_demand, needs_of, run_name, stages
+from megarl.commands.doctor.recipe import _RUNS_PROGRAMS, device_demand, needs_of, run_name, stages, weights
 from megarl.commands.doctor.versions import PYTHON, SETS, nearest_set
 from megarl.commands.launch.topology import DEFAULT_PORT
 from megarl.platform.device_kind import DeviceKind
@@ -261,6 +261,12 @@ class TestRecipe:
         assert devices == ["cuda", "cuda"]
         command._recipe(machine, needs, recipe, reports[:1], lambda _: None)
         assert devices[2:] == ["cpu", "cpu"], "no node answered: this machine's kind"
+
+    def test_weight_sync_on_devices_that_are_not_here(self, quickstart_data: Path, tmp_path: Path) -> None:
+        """The vLLM of this environment is for CPUs: for an NPU the version of its set counts."""
+        recipe = self.recipe(quickstart_data, tmp_path)
+        (here,), (there,) = weights(recipe, "cpu"), weights(recipe, "npu")
+        assert ", installed here" in here.text and f"on {NPU.sets[0].name} (vLLM 0." in there.text
 
     def test_a_recipe_without_training_data_needs_one_engine(self, quickstart_data: Path, tmp_path: Path) -> None:
         """An evaluation needs one engine and no trainer."""
