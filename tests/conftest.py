@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import signal
 from pathlib import Path
 
 import pytest
+import typer.main
 
 ROOT = Path(__file__).parents[1]
 
 # A process started in the background by a script ignores Ctrl-C. Child processes of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Typer makes all commands anew for each call of the command line, which takes longer than most calls.
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 LONGEST = (  # files of minutes, the longest first

@@ -9,9 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
-from megarl.recipe.load import layers
+from megarl.recipe.load import layers, value_in
 
 _POLICY = "model.path"
 
@@ -23,7 +21,7 @@ def shape_of(recipe: Path, key: str = _POLICY) -> str | None:
         line = re.search(rf"^# {re.escape(words)}: (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
         if line:
             return line[1].strip()
-        if OmegaConf.select(content, key) is not None:
+        if value_in(content, key) is not None:
             return None
     return None
 

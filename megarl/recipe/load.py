@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import json
+import pickle
 import typing
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ OPEN = "???"
 _YAML_STARTS = tuple("'\"[{|>&*!")  # of a value that is not a plain text in YAML
 LONGEST_NAME = 255
 """Bytes of a file or folder name."""
+Layer = dict[str, Any]
+"""The content of one file of a recipe, or of the command line."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Reading:
 
     Raises RecipeError for a missing file and for YAML that does not parse.
     """
-    merged = copy.deepcopy(_schema())
+    merged = _defaults()
     origins: dict[str, str] = {}
     files = layers(Path(path))
     command_line, errors = _parse_overrides(overrides)
@@ -71,28 +74,38 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Reading:
 
 
 def _drop_other_length(
-    merged: DictConfig, layer: DictConfig, origin: str, origins: dict[str, str]
+    merged: DictConfig, layer: Layer, origin: str, origins: dict[str, str]
 ) -> Iterator[ReadingError]:
     """Reset `train.steps` of the layers below if `layer` sets `train.epochs`, and the reverse. Yield an error if it sets both."""
-    present = [key for key in (STEPS, EPOCHS) if OmegaConf.select(layer, key) is not None]
+    present = [key for key in (STEPS, EPOCHS) if value_in(layer, key) is not None]
     if len(present) == 2:
-        value = OmegaConf.select(layer, EPOCHS)
-        yield ReadingError(
-            EPOCHS, f"{STEPS} sets the length of the run, too", "leave one out", value=value, origin=origin
-        )
+        problem = f"{STEPS} sets the length of the run, too"
+        yield ReadingError(EPOCHS, problem, "leave one out", value=value_in(layer, EPOCHS), origin=origin)
     for key in present[:1]:
         other = STEPS if key == EPOCHS else EPOCHS
         if origins.pop(other, None) is not None:
-            OmegaConf.update(merged, other, OmegaConf.select(_schema(), other))
+            OmegaConf.update(merged, other, OmegaConf.select(_defaults(), other))
+
+
+def _defaults() -> DictConfig:
+    """Return a new recipe of defaults. OmegaConf takes five times as long to copy one, and longer to make one."""
+    return typing.cast("DictConfig", pickle.loads(_pickled_defaults()))  # noqa: S301 - made in this process
 
 
 @functools.cache
-def _schema() -> DictConfig:
-    """Return a recipe of defaults. Cached, because OmegaConf copies it faster than it makes it."""
-    return typing.cast("DictConfig", OmegaConf.structured(Recipe))
+def _pickled_defaults() -> bytes:
+    return pickle.dumps(OmegaConf.structured(Recipe), protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def layers(path: Path) -> list[tuple[Path, DictConfig]]:
+def value_in(layer: Layer, key: str) -> Any:
+    """Return the value that a layer sets for a dotted key; None if it sets none."""
+    value: Any = layer
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def layers(path: Path) -> list[tuple[Path, Layer]]:
     """Return the files of the recipe at `path` with the content of each, base files first.
 
     Raises RecipeError as `read_recipe` does.
@@ -131,7 +144,7 @@ def _flat(content: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[tuple[Path, DictConfig]]:
+def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[tuple[Path, Layer]]:
     """Yield the base files of `path`, deepest first, then `path` itself."""
     named_by = f"{children[-1]}: base" if children else COMMAND_LINE
     if path.resolve() in [child.resolve() for child in children]:
@@ -147,10 +160,10 @@ def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[tuple[Path,
         if len(file.name) <= LONGEST_NAME and not file.is_file():
             raise missing_base(base, path)
         yield from _file_layers(file, (*children, path))
-    yield path, OmegaConf.create(content)
+    yield path, content
 
 
-def _read_yaml(path: Path, named_by: str) -> dict[str, Any]:
+def _read_yaml(path: Path, named_by: str) -> Layer:
     if len(path.name) > LONGEST_NAME:
         problem = f"the file name has {len(path.name)} characters, and a file system allows {LONGEST_NAME}"
         raise RecipeError("recipe", problem, "give the file of a recipe", origin=named_by)
@@ -162,30 +175,30 @@ def _read_yaml(path: Path, named_by: str) -> dict[str, Any]:
         problem = f"{path} is a folder" if path.is_dir() else f"the file {path} does not exist"
         raise RecipeError("recipe", problem, remedy, origin=named_by)
     try:
-        loaded = OmegaConf.load(path)
+        status = path.stat()
+        loaded = _parsed(path.resolve(), status.st_mtime_ns, status.st_size)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise RecipeError(
-            "recipe",
-            f"this is not YAML: {' '.join(str(error).split())}",
-            "correct the line that the message names",
-            origin=str(path),
-        ) from error
+        problem = f"this is not YAML: {' '.join(str(error).split())}"
+        raise RecipeError("recipe", problem, "correct the line that the message names", origin=str(path)) from error
     except RecursionError as error:
         problem = "the YAML is nested too deeply"
         raise RecipeError("recipe", problem, "a recipe has sections and keys", origin=str(path)) from error
-    if not isinstance(loaded, DictConfig):
-        raise RecipeError(
-            "recipe", "a recipe must be a mapping of sections", "start with e.g. model:", origin=str(path)
-        )
-    content = OmegaConf.to_container(loaded)
-    assert isinstance(content, dict)
-    for name in content:
+    if not isinstance(loaded, dict):
+        problem = "a recipe must be a mapping of sections"
+        raise RecipeError("recipe", problem, "start with e.g. model:", origin=str(path))
+    for name in loaded:
         if not isinstance(name, str):
             raise RecipeError(str(name), "a key must be text", "remove it", origin=str(path))
-    return with_present_names(typing.cast("dict[str, Any]", content), str(path))
+    return with_present_names(copy.deepcopy(loaded), str(path))
 
 
-def _parse_overrides(overrides: Sequence[str]) -> tuple[DictConfig, list[RecipeError]]:
+@functools.lru_cache(maxsize=64)
+def _parsed(file: Path, modified: int, size: int) -> Any:
+    """Return the content of a YAML file, which callers must not change. modified: its time, and size: with a change they change."""
+    return OmegaConf.to_container(OmegaConf.load(file))
+
+
+def _parse_overrides(overrides: Sequence[str]) -> tuple[Layer, list[RecipeError]]:
     """Return the settings of the command line, and an error for each argument that does not parse."""
     layer, errors = OmegaConf.create({}), []
     for override in overrides:
@@ -206,9 +219,9 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[DictConfig, list[RecipeE
             errors.append(RecipeError(name, problem, "quote it", value=value, origin=COMMAND_LINE))
     content = typing.cast("dict[str, Any]", OmegaConf.to_container(layer))
     try:
-        return OmegaConf.create(with_present_names(content, COMMAND_LINE)), errors
+        return with_present_names(content, COMMAND_LINE), errors
     except RecipeError as error:
-        return OmegaConf.create({}), [*errors, error]
+        return {}, [*errors, error]
 
 
 def _value_of(name: str, text: str) -> Any:
@@ -238,7 +251,7 @@ def setting_of(name: str, text: str) -> str:
     return f"{name}={text}" if is_same else f"{name}={json.dumps(text, ensure_ascii=False)}"
 
 
-def _leaves(layer: DictConfig) -> Iterator[str]:
+def _leaves(layer: Layer) -> Iterator[str]:
     """Yield the dotted keys that a layer sets, sections included."""
 
     def walk(node: Any, prefix: str) -> Iterator[str]:
@@ -247,28 +260,23 @@ def _leaves(layer: DictConfig) -> Iterator[str]:
                 yield f"{prefix}{name}"
                 yield from walk(value, f"{prefix}{name}.")
 
-    yield from walk(OmegaConf.to_container(layer), "")
+    yield from walk(layer, "")
 
 
-def _merge(merged: DictConfig, layer: DictConfig, origin: str, left_open: dict[str, str]) -> Iterator[ReadingError]:
+def _merge(merged: DictConfig, layer: Layer, origin: str, left_open: dict[str, str]) -> Iterator[ReadingError]:
     """Set the values of `layer` in `merged`. Yield an error for each key or value that the schema refuses; it is not set.
 
     left_open: the keys with the value OPEN so far, and the file of each.
     """
-    content = OmegaConf.to_container(layer)
-    assert isinstance(content, dict)
     settings: list[tuple[str, Any]] = []
-    yield from _sort_keys(content, Recipe, "", origin, settings)
+    yield from _sort_keys(layer, Recipe, "", origin, settings)
     for name, value in settings:
         left_open.pop(name, None)
         if value == OPEN:
             left_open[name] = origin
             continue
-        if (
-            isinstance(value, (int, float))
-            and not isinstance(value, bool)
-            and type_name(type_of(Recipe, name)).split()[0] == "bool"
-        ):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and type_name(type_of(Recipe, name)).split()[0] == "bool":
             problem = "this is a switch, not a number"
             yield ReadingError(name, problem, "give true or false", value=value, origin=origin)
             continue

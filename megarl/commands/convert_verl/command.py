@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import tempfile
@@ -89,7 +88,7 @@ def convert(
     Raises InputError if a value cannot be determined, or if the resulting recipe is invalid.
     """
     pairs = [_pair(argument) for argument in arguments]
-    variables = {"HOME": os.path.expanduser("~"), **{name: value for name, value in pairs if "." not in name}}
+    variables = {name: value for name, value in pairs if "." not in name}
     overrides = {name: _setting(name, value) for name, value in pairs if "." in name}
     chosen = {
         name: str(value) for name, value in overrides.items() if name in ("algorithm.advantage", "algorithm.loss")

@@ -12,8 +12,10 @@ from megarl.commands.convert_verl.shell.syntax import parse
 from megarl.commands.convert_verl.shell.values import (
     Call,
     Expanded,
+    Fact,
     Jump,
     ScriptContext,
+    ShellVariable,
     Undetermined,
     absent_names,
     combined,
@@ -61,8 +63,10 @@ def read_command(text: str, variables: Mapping[str, str], context: ScriptContext
     """
     if len(text) > LARGEST:
         raise InputError(f"{len(text):,} characters are not a launch script: at most {LARGEST:,} are read")
-    shell = Interpreter(variables, context or ScriptContext(), _is_training)
-    shell.state.variables |= submitted_variables(text)
+    context = context or ScriptContext()
+    shell = Interpreter(variables, context, _is_training)
+    home = Fact(f"$HOME is {context.home}, as on the machine of this conversion; HOME=FOLDER after the file changes it")
+    shell.state.variables |= {"HOME": ShellVariable(context.home, frozenset({home})), **submitted_variables(text)}
     try:
         shell.run(parse(text))
     except Jump as jump:

@@ -72,11 +72,12 @@ class ShellVariable:
 class ScriptContext:
     """The surroundings in which a script is read.
 
-    script: the script's path as the user gave it, None for standard input. folder: the current folder.
+    script: the script's path as the user gave it, None for standard input. folder: the current folder. home: `$HOME`.
     """
 
     script: str | None = None
     folder: str = field(default_factory=os.getcwd)
+    home: str = field(default_factory=lambda: os.path.expanduser("~"))
     now: datetime = field(default_factory=lambda: datetime.now().astimezone())
 
 
