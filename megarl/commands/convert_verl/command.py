@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +33,7 @@ from megarl.commands.convert_verl.table import LOSSES as LOSS_MODES
 from megarl.commands.convert_verl.trainers import devices_of, machines_of
 from megarl.commands.convert_verl.translate import evaluates_alone, translate_rl
 from megarl.commands.convert_verl.unread_options import unread_options
-from megarl.errors import InputError, RecipeError
+from megarl.errors import InputError, RecipeError, command_name
 from megarl.hf import published
 from megarl.megatron.layout import check_layout
 from megarl.preflight.load import load_recipe
@@ -213,7 +214,7 @@ def convert_file(
         print(converted.text, end="")
     else:
         write_atomically(out, converted.text.encode())
-        print(f"wrote {out}", file=sys.stderr)
+        print(f"wrote {out}\nnext: {command_name()} plan {shlex.quote(str(out))}", file=sys.stderr)
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -121,8 +121,8 @@ def machine_notes(conversion: Conversion, machine: str | None) -> list[str]:
     if machine is not None or conversion.machines is None:
         return []
     return [
-        f"# Hardware: {MACHINE}: the script does not name its machines; write the name there, such as H100, or give --machine "
-        "H100: then plan needs no --device"
+        f"# Hardware: {MACHINE}: the script does not name its machines; write the name there, or give it as in --machine H100 or "
+        "--machine 910B: then plan needs no --device"
     ]
 
 

@@ -1,0 +1,37 @@
+"""`$HOME` and `~` in a script: this machine's folder with a note, or the user's value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from megarl.commands.convert_verl.shell.parser import Command, read_command
+from megarl.commands.convert_verl.shell.values import ScriptContext
+
+MAIN = "python3 -m verl.trainer.main_ppo"
+NOTE = "$HOME is /home/me, as on the machine of this conversion; HOME=FOLDER after the file changes it"
+
+
+def command(script: str, variables: Mapping[str, str]) -> Command:
+    return read_command(f"{script}\n{MAIN} x=$X", variables, ScriptContext(home="/home/me"))
+
+
+@pytest.mark.parametrize("script", ["X=$HOME/a", "X=~/a", "Y=${HOME}/\nexport X=${Y%/}/a"])
+def test_the_home_folder_is_this_machines_or_the_users(script: str) -> None:
+    here, given = command(script, {}), command(script, {"HOME": "/h"})
+    assert [argument.text for argument in here.arguments] == ["x=/home/me/a"] and here.notes == [NOTE]
+    assert [argument.text for argument in given.arguments] == ["x=/h/a"] and given.notes == []
+
+
+def test_a_home_folder_that_the_command_does_not_use_has_no_note() -> None:
+    assert command("Y=~/a\nX=1", {}).notes == []
+
+
+def test_cd_without_a_folder_goes_home() -> None:
+    assert command("cd\nX=$(pwd)", {}).arguments[0].text == "x=/home/me"
+
+
+def test_a_script_that_sets_its_home_folder() -> None:
+    read = command("HOME=/data\nX=~/a", {})
+    assert read.arguments[0].text == "x=/data/a" and read.notes == []
