@@ -25,6 +25,9 @@ install() { "$venv/bin/python" -m pip --python "$older/bin/python" install --qui
 
 if cat "$lock.txt" "$lock-cuda.txt" | cmp -s - "$older/installed.txt"; then exit 0; fi
 rm -rf "$older"
+if [ "$version" = 0.23 ] && [ "$(uname -m)" = x86_64 ] && ! grep -qw avx512f /proc/cpuinfo; then
+  stop "its experts need AVX-512 on a CPU, which this processor does not have (its cpu_fused_moe.py fails without)"
+fi
 free=$(df --output=avail --block-size=1G "$(dirname "$older")" | tail -1)
 if [ "$free" -lt $needed ]; then stop "it takes $needed GB of disk while pip installs, and $free GB are free"; fi
 echo "making an environment with vLLM $version in $older; a first time takes minutes and up to $size GB ($needed GB while pip installs)"
@@ -38,11 +41,8 @@ if ! install "$lock.txt" 2> "$older/pip.txt"; then
   fi
   rm -f "$packages"/nvidia/cudnn/lib/libcudnn_*  # 0.5 GB to 1 GB of kernels that only a GPU loads
 fi
-if message=$("$older/bin/python" -c 'import vllm._C' 2>&1); then
-  : # they can be loaded
-elif [ $? = 132 ]; then # 128 + SIGILL
-  stop "its kernels use instructions that this machine's processor does not have (illegal instruction)"
-else
+load='from vllm.platforms import current_platform as p; p.import_kernels(); import torch; torch.ops._C.rms_norm'
+if ! message=$("$older/bin/python" -c "$load" 2>&1); then # vLLM chooses the build for the processor
   stop "its kernels cannot be loaded: $(tail -1 <<< "$message")"
 fi
 cat "$lock.txt" "$lock-cuda.txt" > "$older/installed.txt"

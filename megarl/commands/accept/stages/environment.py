@@ -120,7 +120,7 @@ def _of_recipe(context: StageContext, machines: list[tuple[str, int]]) -> None:
         context.not_run("doctor: recipe: devices", text)
     else:
         _named(context, "devices", [device_demand(recipe, context.device, machines)])
-    _named(context, "weights", weights(recipe))
+    _named(context, "weights", weights(recipe, context.device))
     _named(context, "environment", environment(recipe, context.device))
 
 
