@@ -199,13 +199,20 @@ class MissingFile(ValueError):
         super().__init__(f"{problem}: {remedy}")
 
 
-def check_file(file: Path) -> None:
-    """Raise ValueError if the file is missing (MissingFile), or neither .parquet nor .jsonl."""
-    if file.parts[:1] == ("hf:",):  # a name that stands for its files where they are in the cache
-        name = f"hf://{Path(*file.parts[1:])}"
-        raise ValueError(
+class RowsNotCached(ValueError):
+    """Rows on the hub, by their `name`, that are not in this machine's cache."""
+
+    def __init__(self, name: str):
+        self.name = name
+        super().__init__(
             f"{name} is not in this machine's cache of the hub: `train` and `eval` download it (docs/hub.md)"
         )
+
+
+def check_file(file: Path) -> None:
+    """Raise ValueError if the file is missing (MissingFile, RowsNotCached), or neither .parquet nor .jsonl."""
+    if file.parts[:1] == ("hf:",):  # a name that stands for its files where they are in the cache
+        raise RowsNotCached(f"hf://{Path(*file.parts[1:])}")
     if not file.is_file():
         raise _missing_file(file)
     if file.suffix not in (".parquet", ".jsonl"):

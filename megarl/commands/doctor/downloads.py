@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megarl.commands.doctor.finding import Finding, fail, warning
+from megarl.data.rows import RowsNotCached
 from megarl.errors import RecipeError
 from megarl.hf import hub
 from megarl.hf.hub.errors import cache_folder, is_offline, is_unreachable, not_in_cache
@@ -33,7 +34,7 @@ class Download:
         """Return whether a check raised `error` because this model or these rows are not here."""
         if isinstance(error, RecipeError):
             return error.key == self.key
-        return self.kind == "dataset" and f"{self.text} is not" in str(error)
+        return isinstance(error, RowsNotCached) and error.name == self.text
 
     def finding(self) -> Finding:
         """Return a warning with the size. It is a failure offline, and if the hub has no such files for this account."""

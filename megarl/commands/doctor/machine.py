@@ -21,20 +21,23 @@ from typing import Any
 import megarl
 from megarl.platform.version_sets import version_of
 
-TIMEOUT = "did not end within"  # in the error of a command that was ended after its time limit
-
 
 @dataclass(frozen=True)
 class Output:
-    """Exit status and output of a command. `status` is -1 if the command was killed after its time limit."""
+    """Exit status and output of a command."""
 
-    status: int
+    status: int  # -1: it was killed after its time limit
     text: str  # stdout
     errors: str = ""  # stderr
 
     @property
     def good(self) -> bool:
         return self.status == 0
+
+    @property
+    def late(self) -> bool:
+        """True if the command was killed after its time limit."""
+        return self.status == -1
 
     @property
     def last_error(self) -> str:
@@ -168,7 +171,7 @@ def run(command: Sequence[str], environ: dict[str, str], seconds: float) -> Outp
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Output(-1, "", f"{command[0]} {TIMEOUT} {seconds:.0f} s")
+        return Output(-1, "", f"{command[0]} did not end within {seconds:.0f} s")
     return Output(done.returncode, done.stdout, done.stderr)
 
 

@@ -9,7 +9,7 @@ from packaging.version import InvalidVersion, Version
 
 from megarl.commands.doctor.check import check
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
-from megarl.commands.doctor.machine import TIMEOUT, Machine
+from megarl.commands.doctor.machine import Machine, Output
 from megarl.commands.doctor.platform_detection import platform_of, torch_sees
 from megarl.commands.doctor.versions import MINIMUM_VERSIONS, PYTHON, nearest_set
 from megarl.engines.vllm.route_support import DISTRIBUTIONS
@@ -106,18 +106,19 @@ def imports(machine: Machine, needs: Needs) -> Iterator[Finding]:
     libraries = needs.libraries if needs.engines else ("vllm",)
     with ThreadPoolExecutor(3) as threads:
         training = threads.submit(machine.python_code, trainer_code, _IMPORT_SECONDS)
-        vllm = threads.submit(_vllm, machine, device) if "vllm" in libraries else None
+        vllm = threads.submit(_import_vllm, machine) if "vllm" in libraries else None
         sglang = threads.submit(machine.python_code, _SGLANG, _IMPORT_SECONDS) if "sglang" in libraries else None
     trainer = training.result()
     if not trainer.good:
-        yield fail(f"a trainer's modules: {trainer.last_error}", _import_remedy(trainer.last_error, trainer_code))
-    # Name of each engine in the report -> its error, "" if it can be imported, and the code that was run.
-    engines: dict[str, tuple[str, str]] = {}
+        yield fail(f"a trainer's modules: {trainer.last_error}", _import_remedy(trainer_code, late=trainer.late))
+    engines: dict[str, tuple[str, str]] = {}  # (error, "" if it can be imported; remedy), by name in the report
     if vllm is not None:
-        engines[f"vLLM on {device}"] = vllm.result(), _ENGINE
+        output = vllm.result()
+        engines[f"vLLM on {device}"] = _vllm_error(output, device), _import_remedy(_ENGINE, late=output.late)
     if sglang is not None:
-        engines["SGLang"] = "" if sglang.result().good else sglang.result().last_error, _SGLANG
-    problems = [(error, _import_remedy(error, code)) for error, code in engines.values() if error]
+        output = sglang.result()
+        engines["SGLang"] = "" if output.good else output.last_error, _import_remedy(_SGLANG, late=output.late)
+    problems = [(error, remedy) for error, remedy in engines.values() if error]
     for error, remedy in problems:
         yield (
             fail(f"an engine's modules: {error}", remedy)
@@ -128,9 +129,9 @@ def imports(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield ok(f"trainer (Megatron, mbridge) and engine ({', '.join(engines)})")
 
 
-def _import_remedy(error: str, code: str) -> str:
-    """Return what to do about the `error` of an import by `code`."""
-    if TIMEOUT not in error:
+def _import_remedy(code: str, *, late: bool) -> str:
+    """Return what to do about a failed import by `code`. late: it did not end in time."""
+    if not late:
         return f"for the whole traceback run: python -c {code!r}"
     return (
         "run the doctor again: the first import reads gigabytes, and later ones find them in memory. If it takes as long "
@@ -139,13 +140,16 @@ def _import_remedy(error: str, code: str) -> str:
     )
 
 
-def _vllm(machine: Machine, device: str) -> str:
-    """Return why vLLM's modules cannot run engines on `device`; "" if they can."""
-    engine = machine.python_code(_ENGINE, _IMPORT_SECONDS, VLLM_LOGGING_LEVEL="ERROR")
-    if not engine.good:
-        return engine.last_error
+def _import_vllm(machine: Machine) -> Output:
+    return machine.python_code(_ENGINE, _IMPORT_SECONDS, VLLM_LOGGING_LEVEL="ERROR")
+
+
+def _vllm_error(output: Output, device: str) -> str:
+    """Return why vLLM's modules cannot run engines on `device`; "" if they can. output: of `_import_vllm`."""
+    if not output.good:
+        return output.last_error
     # vLLM's names for kinds of devices are the values of cluster.device.
-    kind = engine.text.split()[-1] if engine.text.split() else ""
+    kind = output.text.split()[-1] if output.text.split() else ""
     return "" if kind == device else f"vLLM would run on {kind!r}, and the platform is {device}"
 
 

@@ -68,7 +68,7 @@ def torch_sees(machine: Machine) -> TorchSees:
     """Run `seen` on `machine`, in a child process."""
     output = machine.python_code(_ASK_TORCH, _TORCH_SECONDS)
     if not output.good:
-        return TorchSees(error=output.last_error, late=output.status == -1)
+        return TorchSees(error=output.last_error, late=output.late)
     answer = json.loads(output.text.strip().splitlines()[-1])
     capability = answer["capability"] and tuple(answer["capability"])
     return TorchSees("", False, answer["kind"], tuple(answer["names"]), answer["version"], answer["cuda"], capability)
