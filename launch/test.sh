@@ -4,7 +4,7 @@
 #   MEGARL_TEST_WORKERS   files that are tested at a time (default: 2; 0: one, in pytest's own process, as --pdb needs)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-PIP_NO_COMPILE=0 bash launch/install_cpu.sh dev # no: pip reads this switch the other way round. Compiling all modules takes 2 minutes
+PIP_NO_COMPILE=0 bash launch/install_cpu.sh dev # 0 turns compiling off: pip inverts this variable. Compiling all modules takes 2 minutes
 bin=${MEGARL_VENV:-.venv}/bin
 marks=(-m "not slow")
 if [ "${1:-}" = --all ]; then shift; marks=(); fi

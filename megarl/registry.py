@@ -47,6 +47,12 @@ def _with_modules_of_verl(load: Callable[[], ModuleType]) -> ModuleType:
         return load()
 
 
+def can_be_found(module: str) -> bool:
+    """Return whether the package of a user's module is in the current directory or the environment. Nothing is imported."""
+    _add_current_directory()
+    return importlib.util.find_spec(module.partition(".")[0]) is not None
+
+
 def _add_current_directory() -> None:
     """Let imports search the current directory: unlike python -m, an installed command does not add it."""
     if (here := str(Path.cwd())) not in sys.path:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Typer makes all commands anew for each call of the command line, which takes longer than most calls.
+# Typer makes all commands anew for each call of the command line, which takes longer than most calls. Tests share them.
 typer.main.get_command = functools.cache(typer.main.get_command)
 
 

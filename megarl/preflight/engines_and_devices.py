@@ -17,7 +17,7 @@ from megarl.engines.specs import first_specs, fixed_models
 from megarl.errors import RecipeError, errors_of, pluralize
 from megarl.hf.shape import model_shape
 from megarl.megatron.extra_settings import check_extra_names
-from megarl.platform.kinds import is_accelerator, kind_of
+from megarl.platform.kinds import kind_of
 from megarl.preflight.engines import check_engine, check_engines
 from megarl.preflight.recipe.observe import check_traces
 from megarl.preflight.user_functions import try_user_functions
@@ -62,17 +62,20 @@ def device_count_errors(cluster: ClusterConfig, demand: Demand) -> Iterator[Valu
         yield from errors_of(demand.require_trainers_devices_suffice)
 
 
-def unused_devices_notice(recipe: Recipe) -> str | None:
-    """Return a notice if colocated engines leave accelerators without an engine that one more engine, or group, could use."""
+def unused_devices_notice(recipe: Recipe, *, accelerated: bool) -> str | None:
+    """Return a notice if colocated engines leave devices without an engine that one more engine, or group, could use.
+
+    accelerated: the devices are accelerators. Processes on CPUs share the cores.
+    """
     rollout, trainers = recipe.rollout, recipe.cluster.trainers
     demand = demand_of(recipe)
     unused, added = trainers - demand.engine_devices, rollout.tensor_parallel * rollout.data_parallel
-    if not demand.shared or not demand.engines or unused < added or not is_accelerator(recipe.cluster.device):
+    if not demand.shared or not demand.engines or unused < added or not accelerated:
         return None
     most = rollout.engines + unused // added * rollout.data_parallel
     return (
         f"{unused} of {pluralize(trainers, 'device')} have no engine (rollout.engines x rollout.tensor_parallel = {rollout.engines} x "
-        f"{rollout.tensor_parallel}) and wait while the others sample: rollout.engines={most} uses more of them"
+        f"{rollout.tensor_parallel}) and wait while the others sample: rollout.engines={most} would use {most * rollout.tensor_parallel}"
     )
 
 

@@ -44,7 +44,7 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
                 checkpoints_notice(recipe.train),
                 seeds_notice(recipe),
                 step_timeout_notice(recipe.rollout),
-                unused_devices_notice(recipe),
+                unused_devices_notice(recipe, accelerated=platform.kind.accelerator),
                 update_notice(recipe),
                 traces_notice(recipe),
                 unencrypted_notice(recipe.observe.alerts),

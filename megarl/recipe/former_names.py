@@ -193,9 +193,11 @@ def _near(name: str, prefix: str, types: Mapping[str, Any], value: Any) -> list[
     """Return the key `name`; for a section, its keys that `value` means, or the section if it means none of them."""
     if not dataclasses.is_dataclass(types[name]):
         return [f"{prefix}{name}"]
-    inner = section_types(types[name])
-    meant = [leaf for each in value for leaf in (each, *map(_leaf, OTHER_NAMES.get(str(each).lower(), ())))]
-    return [f"{prefix}{name}.{leaf}" for leaf in meant if leaf in inner] or [f"{prefix}{name}"]
+    inner, meant = section_types(types[name]), list[str]()
+    for each in value:
+        replaced = OTHER_NAMES.get(str(each).lower(), ())
+        meant += [f"{prefix}{name}.{leaf}" for leaf in (each, *map(_leaf, replaced)) if leaf in inner] or replaced
+    return meant or [f"{prefix}{name}"]
 
 
 def _remarks(name: str, value: Any) -> dict[str, str]:

@@ -20,7 +20,7 @@ from tests.support.vl_model import (
     write_vl_model,
 )
 
-pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 UPSTREAM = {"name": "upstream", "kind": "upstream", "model": "vl"}
 _RESUME = {"kind": "resume", "model": "vl", "processes": 2, "megatron": {"tensor_parallel": 2}}
@@ -36,7 +36,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_vl_model(directory / "models" / model, model)
     launch(1, [UPSTREAM], directory, "tests.support.untouched_ranks")
     for processes in (1, 2, 4):
-        launch(processes, [case for case in CASES if case["processes"] == processes], directory, timeout=1800)
+        launch(processes, [case for case in CASES if case["processes"] == processes], directory, timeout=1000)
     return directory
 
 

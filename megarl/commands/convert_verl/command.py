@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +20,14 @@ from megarl.commands.convert_verl.fully_async import FULLY_ASYNC, FULLY_ASYNC_DE
 from megarl.commands.convert_verl.gkd import GKD, GKD_DEFAULTS
 from megarl.commands.convert_verl.hydra.config_files import read_config, resolve_references
 from megarl.commands.convert_verl.hydra.overrides import OptionValue, read_options, value_of
-from megarl.commands.convert_verl.open_settings import MACHINE, machine_notes, open_notes, set_aside, stand_ins
+from megarl.commands.convert_verl.open_settings import (
+    MACHINE,
+    machine_notes,
+    next_command,
+    open_notes,
+    set_aside,
+    stand_ins,
+)
 from megarl.commands.convert_verl.option import Option
 from megarl.commands.convert_verl.sampling import ASYNC_FLOW, ASYNC_FLOW_DEFAULTS, PARTIAL_ROLLOUT
 from megarl.commands.convert_verl.sft import OPTIM_DEFAULTS, SFT, SFT_DEFAULTS, translate_sft
@@ -33,7 +39,7 @@ from megarl.commands.convert_verl.table import LOSSES as LOSS_MODES
 from megarl.commands.convert_verl.trainers import devices_of, machines_of
 from megarl.commands.convert_verl.translate import evaluates_alone, translate_rl
 from megarl.commands.convert_verl.unread_options import unread_options
-from megarl.errors import InputError, RecipeError, command_name
+from megarl.errors import InputError, RecipeError
 from megarl.hf import published
 from megarl.megatron.layout import check_layout
 from megarl.preflight.load import load_recipe
@@ -214,7 +220,7 @@ def convert_file(
         print(converted.text, end="")
     else:
         write_atomically(out, converted.text.encode())
-        print(f"wrote {out}\nnext: {command_name()} plan {shlex.quote(str(out))}", file=sys.stderr)
+        print(f"wrote {out}\nnext: {next_command(converted.text, out)}", file=sys.stderr)
 
 
 def _pair(text: str) -> tuple[str, str]:

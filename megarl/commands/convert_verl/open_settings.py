@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.option import Option
 from megarl.commands.convert_verl.shell.pasted import is_placeholder
 from megarl.commands.convert_verl.shell.values import Undetermined, absent_names, combined, without_absent
-from megarl.errors import InputError
+from megarl.errors import InputError, command_name
 from megarl.platform.device_table import DEVICES_OF, device_of_machine, devices
 from megarl.recipe.load import OPEN
 from megarl.registry import did_you_mean
@@ -121,9 +122,18 @@ def machine_notes(conversion: Conversion, machine: str | None) -> list[str]:
     if machine is not None or conversion.machines is None:
         return []
     return [
-        f"# Hardware: {MACHINE}: the script does not name its machines; write the name there, or give it as in --machine H100 or "
-        "--machine 910B: then plan needs no --device"
+        f"# Hardware: {MACHINE}: the script does not name its machines; write it there, or convert with --machine NAME "
+        "(such as H100 or 910B); then plan needs no --device"
     ]
+
+
+def next_command(recipe: str, out: Path) -> str:
+    """Return what to do next with the text of a converted recipe, which is in the file `out`."""
+    command = f"{command_name()} plan {shlex.quote(str(out))}"
+    if f"# Hardware: {MACHINE}," in recipe:
+        command += " --device NAME (such as H100 or 910B)"
+    is_open = any(line.endswith(OPEN) for line in recipe.splitlines() if not line.startswith("#"))
+    return f"write the values that are {OPEN}, then {command}" if is_open else command
 
 
 def stand_ins(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def _import_vllm(machine: Machine) -> Output:
 
 
 def _vllm_error(output: Output, device: str) -> str:
-    """Return why vLLM's modules cannot run engines on `device`; "" if they can. output: of `_import_vllm`."""
+    """Return why vLLM's modules cannot run engines on `device`; "" if they can. output: the result of `_import_vllm`."""
     if not output.good:
         return output.last_error
     # vLLM's names for kinds of devices are the values of cluster.device.
@@ -162,7 +162,9 @@ def _is_needed(package: str, needs: Needs) -> bool:
 def _other_build(machine: Machine, package: str) -> str:
     """Return, in parentheses, the build of vLLM for other devices that is here instead of `package`; "" if there is none."""
     builds = [f"{name} {machine.version(name)}" for name in DISTRIBUTIONS if machine.version(name)]
-    return f" (here is {', '.join(builds)}, for other devices)" if package in DISTRIBUTIONS and builds else ""
+    return (
+        f" ({', '.join(builds)} is installed, a build for other devices)" if package in DISTRIBUTIONS and builds else ""
+    )
 
 
 def _numbers(version: str, count: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megarl import platform as platforms
 from megarl.cluster.device_map import place
 from megarl.commands.doctor.downloads import downloads_of
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
@@ -14,14 +15,12 @@ from megarl.commands.launch.topology import read_topology
 from megarl.data.rows import MissingFile
 from megarl.engines.routes import check_route, route_here, routes_of_sets
 from megarl.engines.specs import fixed_models
-from megarl.engines.vllm.route_support import DISTRIBUTIONS
 from megarl.errors import RecipeError, command_name, pluralize
 from megarl.hf import weights as hf_weights
 from megarl.megatron.extra_settings import attention_needs
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.kinds import kind_of
 from megarl.platform.transformer_engine import AttentionNeeds
-from megarl.platform.version_sets import version_of
 from megarl.preflight.engines_and_devices import check_device, demand_of, only_evaluates
 from megarl.preflight.environment import environment_notices
 from megarl.preflight.findings import STAGES, Available, Survey
@@ -195,13 +194,12 @@ def device_demand(recipe: Recipe, device: str, machines: Sequence[tuple[str, int
 
 
 def weights(recipe: Recipe, device: str) -> list[Finding]:
-    """Report the route of the weight sync with the installed engines; with the default set's if none for `device` are here."""
+    """Report the route of the weight sync with the vLLM here; with the default set's if this machine has no `device`."""
     if recipe.train.source != "rollout" or only_evaluates(recipe.data):
         return [ok("this recipe has no weight sync")]
-    sets = kind_of(device).sets
-    here = any(version_of(name) for name in DISTRIBUTIONS if any(name in each.packages for each in sets))
-    others = [] if here or recipe.rollout.engine != "vllm" else routes_of_sets(recipe, sets)
-    route = others[0] if others else route_here(recipe)
+    is_here = device == platforms.kind() or recipe.rollout.engine != "vllm"
+    set_routes = [] if is_here else routes_of_sets(recipe, kind_of(device).sets)
+    route = set_routes[0] if set_routes else route_here(recipe)
     try:
         check_route(recipe, route)
     except RecipeError as error:

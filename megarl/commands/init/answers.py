@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megarl.data.rows import column_names
 from megarl.errors import pluralize
 from megarl.hf import hub
 from megarl.platform.device_table import (
@@ -98,7 +99,7 @@ def check_model(text: str) -> str:
 
 
 def check_files(text: str) -> tuple[str, ...]:
-    """Return the files of the training rows. Files that do not exist yet are allowed."""
+    """Return the files of the training rows. Files that do not exist yet are allowed, and others are read."""
     files = tuple(filter(None, (file.strip() for file in text.split(","))))
     if not files:
         raise ValueError("name at least one file or data set")
@@ -114,6 +115,13 @@ def check_files(text: str) -> tuple[str, ...]:
             raise ValueError(
                 f"{file} ends neither in .parquet nor in .jsonl, and a data set on the hub begins with {hub.PREFIX}"
             )
+        if Path(file).is_dir():
+            raise ValueError(f"{file} is a folder: list its files, with commas between them")
+        if not file.startswith(hub.PREFIX) and Path(file).exists():
+            try:
+                column_names(Path(file))
+            except OSError as error:
+                raise ValueError(f"{file} cannot be read: {error.strerror}") from error
     return files
 
 
@@ -130,28 +138,30 @@ def check_reward(text: str) -> str:
 def read_machines(text: str) -> Machines:
     """Parse ``8 H100``, ``2 x 8 910B``, ``16 Atlas 800T A3``, ``8 cuda`` or ``2 cpu``. Raises ValueError."""
     match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\d+)\s+(\S.*?)\s*", text)
-    if (times := re.fullmatch(r"\s*(\d+)\s*[x*]\s+([^\d\s].*?)\s*", text)) is not None:
+    kinds = [kind.name for kind in KINDS]
+    by_lower = {machine.lower(): machine for machine in known_machines()}
+    times = re.fullmatch(r"\s*([1-9]\d*)\s*[x*]\s*(\S.*?)\s*", text)
+    if times is not None and times[2].lower() in (*by_lower, *kinds):
         count, name = int(times[1]), times[2]
+        most = _per_machine(by_lower[name.lower()]) if name.lower() in by_lower else 8
         raise ValueError(
-            f"{text!r}: write '{count} {name}' for {pluralize(count, 'device')}, or '{count} x 8 {name}' for "
-            f"{pluralize(count, 'machine')} of 8"
+            f"{text!r}: write '{count} {name}' for {pluralize(count, 'device')}, or '{count} x {most} {name}' for "
+            f"{pluralize(count, 'machine')} of {most}"
         )
     if match is None:
         raise ValueError(f"{text!r} is not a number and kind of devices: write e.g. '8 H100', '2 x 8 H100' or '2 cpu'")
     nodes, count, name = int(match[1] or 1), int(match[2]), match[3]
     if nodes < 1 or count < 1:
         raise ValueError(f"{text!r}: a run needs at least one device")
-    kinds = [kind.name for kind in KINDS]
     if name.lower() in kinds:
         return Machines(nodes, count, name.lower())
-    by_lower = {machine.lower(): machine for machine in known_machines()}
     if name.lower() not in by_lower:
         raise ValueError(
             f"the device {name!r} is unknown{did_you_mean(name, [*by_lower.values(), *kinds])} Known: {', '.join([*by_lower.values(), *kinds])}.{generation_hint(name)}"
         )
     machine = by_lower[name.lower()]
     device = device_named(str(device_of_machine(machine)))
-    most, notice = PER_NODE_OF.get(machine, device.per_node), None
+    most, notice = _per_machine(machine), None
     if match[1] is None and count > most:  # several machines
         if count % most:
             raise ValueError(
@@ -160,6 +170,11 @@ def read_machines(text: str) -> Machines:
         nodes, count = count // most, most
         notice = f"--devices {text.strip()!r} is taken as {pluralize(nodes, 'machine')} of {most}: {_larger(nodes * most, device, machine)}"
     return Machines(nodes, count, device.kind, machine, notice)
+
+
+def _per_machine(machine: str) -> int:
+    """Return the number of devices of one machine of this name."""
+    return PER_NODE_OF.get(machine, device_named(str(device_of_machine(machine))).per_node)
 
 
 def _larger(count: int, device: Device, machine: str) -> str:

@@ -13,8 +13,8 @@ from megarl.data.sft import SFTDataset
 from megarl.hf import hub
 from megarl.rewards.weighted import needed_columns
 
-_KNOWN = {"openai/gsm8k": ("question", "answer", "gsm8k")}
-"""Data sets of questions: the columns of questions and answers, and the scorer. Their rows have no `data_source`."""
+_HUB_DATA_SETS = {"openai/gsm8k": ("question", "answer", "gsm8k")}
+"""The columns of questions and answers, and the scorer. The rows have no `data_source`."""
 _ANSWER = {"grpo": "ground_truth", "dapo": "ground_truth", "sft": "response"}
 """The key of `data.columns` for the column of answers, by task."""
 _USUAL = {"prompt": ("question", "problem"), "ground_truth": ("ground_truth", "answer"), "response": ("answer",)}
@@ -28,20 +28,22 @@ _EXAMPLES = {
 def columns_of(task: str, files: Sequence[str]) -> dict[str, str]:
     """Return `data.columns` for the files; empty if no column has another name, or megarl does not know the columns.
 
-    Raises ValueError for a file here that cannot be read.
+    For files on this machine it is a guess by usual names.
     """
     if (entry := _entry(files)) is not None and task in _ANSWER:
         question, answer, _ = entry
         return {"prompt": question, _ANSWER[task]: answer}
-    contents = [set(present) for _, present in _read(files)]
-    if not contents or len(contents) < len(files):
+    columns_of_files = [set(columns) for _, columns in _local_columns(files)]
+    if not columns_of_files or len(columns_of_files) < len(files):
         return {}
-    present = set.intersection(*contents)
-    own = {"ground_truth": "reward_model"}  # the column that this key stands in for
+    in_any, in_all = set.union(*columns_of_files), set.intersection(*columns_of_files)
+    if task == "sft" and "messages" in in_any:
+        return {}
     usual = {}
     for key in ("prompt", *([_ANSWER[task]] if task in _ANSWER else [])):
-        names = [name for name in _USUAL[key] if name in present]
-        if names and own.get(key, key) not in present and not (task == "sft" and "messages" in present):
+        default = {"ground_truth": "reward_model"}.get(key, key)
+        names = [name for name in _USUAL[key] if name in in_all]
+        if names and default not in in_any:
             usual[key] = names[0]
     return usual
 
@@ -59,10 +61,12 @@ def column_remarks(task: str, files: Sequence[str], columns: Mapping[str, str], 
     """
     remarks = []
     if columns:
-        names = list(dict.fromkeys(_repo(file) or file for file in files))
-        remarks.append(f"data.columns has the column names of {', '.join(names)}: {', '.join(columns.values())}")
+        shown = ", ".join(f"{key}: {name}" for key, name in columns.items())
+        names = ", ".join(dict.fromkeys(_repo(file) or file for file in files))
+        of_hub = _entry(files) is not None
+        remarks.append(f"data.columns {'is that' if of_hub else 'is guessed from the columns'} of {names}: {shown}")
     selection = ColumnSelection(_layouts(task, function), (), columns)
-    for file, present in _read(files):
+    for file, present in _local_columns(files):
         try:
             selection.check(file, present)
         except ValueError as error:
@@ -86,8 +90,8 @@ def _layouts(task: str, function: str | None) -> Sequence[Sequence[str]]:
     return layout_of(needed_columns(function, {}))[0]
 
 
-def _read(files: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each file that is here, and its columns."""
+def _local_columns(files: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each file that is on this machine, and its columns."""
     for file in files:
         if not file.startswith(hub.PREFIX) and Path(file).exists():
             yield file, column_names(Path(file))
@@ -95,7 +99,7 @@ def _read(files: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 def _entry(files: Sequence[str]) -> tuple[str, str, str] | None:
     """Return the entry of the data set that all files are of; None if there is none."""
-    entries = {_KNOWN.get(_repo(file)) for file in files}
+    entries = {_HUB_DATA_SETS.get(_repo(file)) for file in files}
     return entries.pop() if len(entries) == 1 else None
 
 

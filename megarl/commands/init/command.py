@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
 import tempfile
 from collections.abc import Callable
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +22,7 @@ from megarl.hf import hub
 from megarl.hf.config import context_length
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import POLICY, check_known_model, config_of
+from megarl.registry import can_be_found
 
 T = TypeVar("T")
 _DEFAULT_FILES = {"sft": "data/demonstrations.parquet", "dpo": "data/pairs.parquet"}
@@ -211,7 +209,7 @@ def _remarks(answers: Answers) -> list[str]:
             f"not found yet: {', '.join(missing)}. `{command_name()} data --help` prepares data sets, docs/data.md has the columns"
         )
     module, is_function, _ = (answers.reward or "").partition(":")
-    if is_function and not _exists(module):
+    if is_function and not (Path(module).exists() if module.endswith(".py") else can_be_found(module)):
         remarks.append(f"not found yet: {module}, which `plan` and `train` import")
     function = None if answers.reward == ROWS else answers.reward
     remarks += column_remarks(answers.task, answers.files, answers.columns, function)
@@ -220,10 +218,3 @@ def _remarks(answers: Answers) -> list[str]:
     elif answers.reward == ROWS:
         remarks.append("each row's data_source selects its scorer: docs/rewards.md has the list")
     return remarks
-
-
-def _exists(module: str) -> bool:
-    """Return True if `module`, a name or a file, can be imported from here. Packages are not imported to look inside."""
-    if module.endswith(".py"):
-        return Path(module).exists()
-    return PathFinder.find_spec(module.partition(".")[0], [os.getcwd(), *sys.path]) is not None

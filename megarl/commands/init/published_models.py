@@ -57,7 +57,7 @@ def quantized_notice(model: str) -> str | None:
 def recipes_notice(name: str, kind: str, *, other_kinds: bool) -> str | None:
     """Return a notice with megarl's recipes that train the published model `name`; None if there are none.
 
-    Recipes for devices of `kind` (cluster.device) come alone, if there are any. other_kinds: else those for other devices.
+    They are for devices of `kind` (cluster.device). other_kinds: if there are none, they are for other devices.
     """
     try:
         files = sorted(recipes_folder().rglob("*.yaml"))

@@ -20,6 +20,7 @@ from megarl.commands.plan.show.units import decimal
 from megarl.errors import InputError, RecipeError, block, join_blocks, pluralize
 from megarl.hf.families import has_tower
 from megarl.hf.shape import model_shape
+from megarl.platform.kinds import is_accelerator
 from megarl.preflight.engines_and_devices import unused_devices_notice
 from megarl.preflight.findings import Available, Survey, one_line
 from megarl.preflight.models import CRITIC, POLICY
@@ -72,7 +73,7 @@ def check_run(recipe: Recipe, result: Survey) -> None:
         group_size_notice(recipe),
         seeds_notice(recipe),
         step_timeout_notice(recipe.rollout),
-        unused_devices_notice(recipe),
+        unused_devices_notice(recipe, accelerated=is_accelerator(recipe.cluster.device)),
         update_notice(recipe),
         traces_notice(recipe),
     )

@@ -61,7 +61,9 @@ class TestCommandLine:
         assert load_recipe(out).train.steps == 18
         output = capsys.readouterr()
         assert "data.truncation=left" in output.err and "# Converted from run.sh" in out.read_text()
-        assert output.err.endswith(f"wrote {out}\nnext: python -m megarl plan {out}\n")
+        assert output.err.endswith(
+            f"wrote {out}\nnext: python -m megarl plan {out} --device NAME (such as H100 or 910B)\n"
+        )
         assert all(f"#   {line}" in out.read_text() for line in output.err.splitlines() if line.startswith("line "))
         assert self.run(str(script), *VALUES, "--out", str(out)) == 2
         assert "exists and would be overwritten" in capsys.readouterr().err

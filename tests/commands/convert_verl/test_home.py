@@ -19,9 +19,9 @@ def command(script: str, variables: Mapping[str, str]) -> Command:
 
 @pytest.mark.parametrize("script", ["X=$HOME/a", "X=~/a", "Y=${HOME}/\nexport X=${Y%/}/a"])
 def test_the_home_folder_is_this_machines_or_the_users(script: str) -> None:
-    here, given = command(script, {}), command(script, {"HOME": "/h"})
-    assert [argument.text for argument in here.arguments] == ["x=/home/me/a"] and here.notes == [NOTE]
-    assert [argument.text for argument in given.arguments] == ["x=/h/a"] and given.notes == []
+    default, set_by_user = command(script, {}), command(script, {"HOME": "/h"})
+    assert [argument.text for argument in default.arguments] == ["x=/home/me/a"] and default.notes == [NOTE]
+    assert [argument.text for argument in set_by_user.arguments] == ["x=/h/a"] and set_by_user.notes == []
 
 
 def test_a_home_folder_that_the_command_does_not_use_has_no_note() -> None:
@@ -30,6 +30,7 @@ def test_a_home_folder_that_the_command_does_not_use_has_no_note() -> None:
 
 def test_cd_without_a_folder_goes_home() -> None:
     assert command("cd\nX=$(pwd)", {}).arguments[0].text == "x=/home/me"
+    assert command("HOME=/data\ncd\nX=$(pwd)", {}).arguments[0].text == "x=/data"
 
 
 def test_a_script_that_sets_its_home_folder() -> None:

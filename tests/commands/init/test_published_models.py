@@ -96,6 +96,6 @@ def test_names_and_shapes() -> None:
 def test_recipes_for_other_devices_are_named_if_the_layout_is_in_doubt() -> None:
     assert recipes_notice("Qwen3-4B", "cuda", other_kinds=True) is not None
     assert recipes_notice("Qwen3-4B", "cuda", other_kinds=False) is None
-    own = recipes_notice("Qwen3-30B-A3B", "npu", other_kinds=False)
-    assert own is not None and "dapo_qwen3_30b" in own
+    notice = recipes_notice("Qwen3-30B-A3B", "npu", other_kinds=False)
+    assert notice is not None and "dapo_qwen3_30b" in notice
     assert set(published.QUANTIZED) <= set(published.names())

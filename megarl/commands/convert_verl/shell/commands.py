@@ -106,7 +106,7 @@ OUTPUTS: dict[str, Output] = {
 def change_folder(arguments: list[str], shell: Words, line: int) -> None:
     """Set the current folder as `cd` does, if the folder exists."""
     paths = [argument for argument in arguments if argument not in ("--", "-P", "-L")]
-    target = paths[0] if paths else shell.user_values.get("HOME", shell.context.home)
+    target = paths[0] if paths else shell.variable_text("HOME", line, "cd")
     if len(paths) > 1 or target.startswith("-"):
         shell.state.folder = Undetermined(f"line {line}: cd {' '.join(arguments)}")
     elif target.startswith("/"):

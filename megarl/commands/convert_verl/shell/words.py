@@ -170,7 +170,7 @@ class Words:
             yield Segment(re.sub(r"\\([$`\"\\])", r"\1", text), "quoted")
             return
         if tilde and (home := re.match(rf"{tilde}(?=/|$)", text)):
-            yield Segment(home[0][:-1] + self._variable_text("HOME", 1, "~"), "quoted")
+            yield Segment(home[0][:-1] + self.variable_text("HOME", 1, "~"), "quoted")
             text = text[home.end() :]
         for match in re.finditer(r"\\(.)|[^\\]+", text, re.DOTALL):
             yield Segment(match[1], "quoted") if match[1] else Segment(match[0], "literal")
@@ -328,7 +328,7 @@ class Words:
     def is_set(self, name: str) -> bool:
         return name in ("0", "#", "PWD", "BASH_SOURCE", *self.user_values, *self.state.variables) or name in _RUNNING
 
-    def _variable_text(self, name: str, line: int, source: str) -> str:
+    def variable_text(self, name: str, line: int, source: str) -> str:
         value = self._value(name, line, source)
         return value if isinstance(value, str) else "".join(value[:1])
 
@@ -386,7 +386,7 @@ class Words:
 
     def number_of(self, name: str, line: int, source: str) -> int:
         """Return the integer in a variable, for arithmetic. Raises Undetermined."""
-        text = self._variable_text(name, line, source)
+        text = self.variable_text(name, line, source)
         if (value := integer(text)) is None:
             raise Undetermined(f"line {line}: ${name} is {text!r}, not an integer, in {source}")
         return value
