@@ -38,8 +38,9 @@ from megarl.commands.convert_verl.shell.values import ScriptContext, without_abs
 from megarl.commands.convert_verl.table import RL, TRAINER
 from megarl.errors import InputError
 from megarl.preflight.load import load_recipe
-from megarl.recipe.load import OPEN, flat_settings, settings_of
+from megarl.recipe.load import OPEN
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import flat_settings, settings_of
 
 _CONFIGS = {
     "verl.trainer.main_ppo": ("verl/trainer/config", "ppo_trainer"),

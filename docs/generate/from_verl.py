@@ -60,7 +60,7 @@ switch that is neither True nor False, and a reference `${...}` to other options
 and for data files in another format. Markdown's fences around a pasted script are left out, with a note. All
 commands refuse the recipe until you set the key, in the file or as `model.path=...` after it.
 
-**Variables of the environment** count as unset, with a note. Variables that sbatch sets from `#SBATCH` lines have its values. `$(command)` and tests of files are unknown: an error if the command depends on them.
+**Variables of the environment** count as unset, except `$HOME`: defaults of the script apply, and a test of one has a note. Variables that sbatch sets from `#SBATCH` lines have its values. `$(command)` and tests of files are unknown: an error if the command depends on them.
 Sourced files are not read. [The reference](from_verl_reference.md#forms-of-bash) lists all forms.
 
 **Configuration files.** A file of yours that `--config-name` names is read, with the files in its `defaults`; the command's options override it.

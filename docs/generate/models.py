@@ -80,7 +80,7 @@ def table() -> str:
         cells = [
             f"`{kind}`",
             models,
-            "; ".join(", ".join(names) for names in (quick, slow) if names),
+            "; ".join([", ".join(quick) or "none", *([", ".join(slow)] if slow else [])]),
             engine,
             "yes" if family.adapters else "no",
             scaling,

@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megarl.preflight.load import load_recipe
-from megarl.recipe.header import shape_of
-from megarl.recipe.load import settings_of
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import settings_of, shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "docs" / "rehearsed.json"

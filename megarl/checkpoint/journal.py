@@ -23,8 +23,8 @@ from megarl.checkpoint.folder import begin, checkpoint_name, checkpoint_step, co
 from megarl.checkpoint.kept_batches import KeptBatches
 from megarl.checkpoint.manifest import find_damage
 from megarl.errors import plain
-from megarl.recipe.load import settings_of
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import settings_of
 
 _STATES = 2  # that are kept: the second is used if the first is damaged
 _SHOWN = 4  # settings in a notice

@@ -13,8 +13,8 @@ from megarl.errors import InputError, as_input_error
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.version_sets import refuse_cuda_builds
 from megarl.preflight.load import load_recipe
-from megarl.recipe.load import flat_settings
 from megarl.recipe.paths import recipes_folder
+from megarl.recipe.text import flat_settings
 
 DATA = Path("data/quickstart")
 SFT_RECIPE, RL_RECIPE = "quickstart_sft.yaml", "quickstart.yaml"  # in the folder of megarl's recipes

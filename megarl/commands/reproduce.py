@@ -27,8 +27,9 @@ from megarl.preflight.load import load_recipe
 from megarl.preflight.provenance import recipe_digest
 from megarl.recipe.data import DataConfig
 from megarl.recipe.hub_inputs import with_cached_inputs
-from megarl.recipe.load import all_keys, flat_settings, setting_of
+from megarl.recipe.load import all_keys, setting_of
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import flat_settings
 
 _FIXED = ("name", "runs_dir", "train.resume")  # settings of this command
 

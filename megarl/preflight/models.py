@@ -27,8 +27,8 @@ from megarl.recipe.data import DataConfig
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.derived.lengths import longest_sample, longest_scored_sample
-from megarl.recipe.header import shape_of
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import shape_of
 from megarl.recipe.trainers import LoraConfig, ModelConfig
 
 Config = dict[str, Any]

@@ -21,8 +21,8 @@ import yaml
 from megarl.checkpoint.identity import CONTENTS
 from megarl.hf.hub.errors import without_secrets
 from megarl.platform.installed import differences, installation
-from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import to_yaml
 from megarl.recipe.urls import names_secret
 
 _HIDDEN = "***"

@@ -13,8 +13,9 @@ from megarl.errors import RecipeError, plain
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.run_directory import RunPlace, is_own_checkpoint
 from megarl.recipe.derived.at_update import is_continuous
-from megarl.recipe.load import flat_settings, read_recipe, settings_of, to_yaml
+from megarl.recipe.load import read_recipe
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import flat_settings, settings_of, to_yaml
 from megarl.rollout.tape import (
     TAPE_FORMAT,
     ReplayPlan,

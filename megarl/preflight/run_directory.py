@@ -26,8 +26,8 @@ from megarl.errors import NotHereError, RecipeError, plain, raise_all
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.derived.weight_sync_route import weights_directory
-from megarl.recipe.load import flat_settings, settings_of
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import flat_settings, settings_of
 
 LEAST_FREE_BYTES = 64 << 20
 _SHOWN = 8  # changed settings in a notice

@@ -25,9 +25,9 @@ from megarl.preflight.replay import replay_errors
 from megarl.preflight.run_directory import run_directory_errors
 from megarl.preflight.survey_data import check_data, check_sample, check_scorers, check_without_rows
 from megarl.preflight.survey_models import check_configs, check_models
-from megarl.recipe.header import hardware_of
 from megarl.recipe.hub_inputs import with_cached_inputs
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import hardware_of
 
 
 def survey(recipe: Recipe, available: Available | None = None) -> Survey:

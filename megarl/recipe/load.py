@@ -23,7 +23,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.errors import ReadingError, RecipeError, command_name
 from megarl.recipe.former_names import suggestion, with_present_names
-from megarl.recipe.hub_inputs import with_hub_names
 from megarl.recipe.key import choices_of, is_text, section_types, type_name, type_of, without_none
 from megarl.recipe.paths import missing_base
 from megarl.recipe.schema import Recipe
@@ -110,37 +109,6 @@ def layers(path: Path) -> list[tuple[Path, Layer]]:
     Raises RecipeError as `read_recipe` does.
     """
     return list(_file_layers(path, ()))
-
-
-def to_yaml(recipe: Recipe) -> str:
-    """Format the recipe as YAML with every key. Files in the cache of the hub have their name and commit."""
-    return OmegaConf.to_yaml(OmegaConf.structured(with_hub_names(recipe)))
-
-
-def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of `recipe` by dotted key, as `flat_settings` reads them from its text, a hundred times as fast."""
-    return _flat(dataclasses.asdict(with_hub_names(recipe)))
-
-
-def flat_settings(text: str) -> dict[str, Any]:
-    """Return the settings of a resolved recipe by dotted key. A mapping with keys that the user chooses is a single setting."""
-    content: Any = OmegaConf.to_container(OmegaConf.create(text))
-    return _flat(with_present_names(content, None))
-
-
-def _flat(content: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-
-    def walk(content: dict[str, Any], section: type, prefix: str) -> None:
-        types = section_types(section)
-        for name, value in content.items():
-            if dataclasses.is_dataclass(types.get(name)) and isinstance(value, dict):
-                walk(value, types[name], f"{prefix}{name}.")
-            else:
-                flat[f"{prefix}{name}"] = [*value] if isinstance(value, tuple) else value
-
-    walk(content, Recipe, "")
-    return flat
 
 
 def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[tuple[Path, Layer]]:

@@ -25,8 +25,8 @@ from megarl.errors import RecipeError
 from megarl.hf.families.tables.family_table import FIELD
 from megarl.preflight.run_directory import open_run_directory
 from megarl.recipe.data import DataConfig
-from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import to_yaml
 from megarl.recipe.trainers import ModelConfig
 from megarl.rollout.admission import TriedGroup
 from megarl.types import DraftCount, InlineData, SampleFailure, SampleImages, Span, ToolUse, Turn

@@ -15,7 +15,8 @@ from megarl.commands.replay import differences, replay, spans_text
 from megarl.engines.tape import TapeFile
 from megarl.errors import InputError
 from megarl.observe.run_dir import RunDirectory
-from megarl.recipe.load import read_recipe, to_yaml
+from megarl.recipe.load import read_recipe
+from megarl.recipe.text import to_yaml
 from megarl.rollout.tape import TAPE_FORMAT
 
 IN_FLIGHT = [

@@ -18,7 +18,8 @@ from megarl.commands.reproduce import reproduce
 from megarl.errors import InputError, RecipeError
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.provenance import provenance_of
-from megarl.recipe.load import read_recipe, to_yaml
+from megarl.recipe.load import read_recipe
+from megarl.recipe.text import to_yaml
 
 
 class Recorded:

@@ -12,8 +12,8 @@ import yaml
 
 from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.derived.at_update import update_rule
-from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import to_yaml
 from tests.support.docs_pages import unknown_settings
 
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,8 @@ from megarl.cli import app
 from megarl.commands.accept.catalogue import BUNDLE, OF_ALL_NODES, STAGES
 from megarl.platform.device_table import device_named
 from megarl.preflight.load import load_recipe
-from megarl.recipe.header import hardware_of
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import hardware_of
 from tests.support.docs_pages import broken_links, unknown_settings
 
 ROOT = Path(__file__).parents[2]

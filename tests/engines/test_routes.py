@@ -102,10 +102,10 @@ def test_doctor_warns_about_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
 
     changed = recipe(data__train_files=["x"])
     monkeypatch.setattr("megarl.engines.routes.installed_support", lambda: UNKNOWN)
-    (finding,) = weights(changed)
+    (finding,) = weights(changed, "cpu")
     assert finding.status == "warning" and "vLLM 9.9.9 finishes" in finding.text
     changed.weight_sync.route = "sharded"
-    assert weights(changed)[0].status == "FAIL"
+    assert weights(changed, "cpu")[0].status == "FAIL"
 
 
 def test_a_plan_counts_the_expected_route(monkeypatch: pytest.MonkeyPatch) -> None:

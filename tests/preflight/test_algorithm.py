@@ -15,7 +15,7 @@ from megarl.preflight.load import load_recipe
 from megarl.preflight.user_functions import try_user_functions
 from megarl.recipe import RecipeError
 from megarl.recipe.algorithm import AlgorithmConfig
-from megarl.recipe.load import to_yaml
+from megarl.recipe.text import to_yaml
 from tests.support.loss_cases import inputs, outcomes
 
 

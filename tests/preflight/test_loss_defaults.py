@@ -14,7 +14,7 @@ from megarl.algorithms.catalogue import LOSSES
 from megarl.platform.cpu import CPUPlatform
 from megarl.preflight.environment import environment_notices, loss_notice
 from megarl.recipe.algorithm import AlgorithmConfig
-from megarl.recipe.load import to_yaml
+from megarl.recipe.text import to_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 WORD_PROBLEMS = ROOT / "recipes" / "base" / "word_problems.yaml"

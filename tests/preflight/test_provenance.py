@@ -16,8 +16,9 @@ from megarl.preflight.provenance import (
     provenance_of,
     recipe_digest,
 )
-from megarl.recipe.load import read_recipe, to_yaml
+from megarl.recipe.load import read_recipe
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import to_yaml
 
 
 @pytest.mark.parametrize(

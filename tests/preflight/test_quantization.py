@@ -15,7 +15,7 @@ from megarl.hf import published
 from megarl.preflight.engines import check_quantization
 from megarl.preflight.environment import quantization_notice
 from megarl.recipe import RecipeError
-from megarl.recipe.load import to_yaml
+from megarl.recipe.text import to_yaml
 from tests.support.stack import ROOT
 
 GRPO = ROOT / "recipes" / "cuda" / "grpo_qwen3_8b.yaml"

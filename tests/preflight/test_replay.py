@@ -19,8 +19,9 @@ from megarl.preflight.load import load_recipe
 from megarl.preflight.models import models_of
 from megarl.preflight.replay import cannot_replay, open_tape, recipe_file, replay_errors, write_recipe
 from megarl.preflight.run_directory import RunPlace
-from megarl.recipe.load import read_recipe, to_yaml
+from megarl.recipe.load import read_recipe
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import to_yaml
 from megarl.rollout.tape import TAPE_FORMAT, history, segments_of
 
 IN_FLIGHT = ["cluster.placement=disaggregated", "rollout.max_staleness=2"]

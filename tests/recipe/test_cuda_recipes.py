@@ -18,7 +18,7 @@ from megarl.hf import published
 from megarl.hf.families import FAMILIES
 from megarl.platform.device_table import DEVICES_OF, device_named
 from megarl.recipe.derived.offload import offloads
-from megarl.recipe.header import hardware_of
+from megarl.recipe.text import hardware_of
 from tests.recipe import test_supported_recipes as held
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,8 @@ from megarl.cli import app
 from megarl.errors import RecipeError
 from megarl.preflight.load import load_recipe
 from megarl.recipe.former_names import FormerNameWarning
-from megarl.recipe.load import flat_settings, read_recipe
+from megarl.recipe.load import read_recipe
+from megarl.recipe.text import flat_settings
 
 
 def written(folder: Path, text: str) -> Path:

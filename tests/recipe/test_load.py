@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from megarl.preflight.load import load_recipe
 from megarl.recipe import RecipeError, to_yaml
 from megarl.recipe.derived.offload import offloads
 from megarl.recipe.former_names import FormerNameWarning
-from megarl.recipe.load import all_keys, flat_settings, read_recipe, setting_of, settings_of
+from megarl.recipe.load import all_keys, read_recipe, setting_of
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import flat_settings, settings_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -70,6 +73,19 @@ def test_resolved_recipe_loads_to_itself(folder: Path) -> None:
     recipe = load_recipe(folder / "recipe.yaml")
     (folder / "resolved.yaml").write_text(to_yaml(recipe))
     assert load_recipe(folder / "resolved.yaml") == recipe
+
+
+@pytest.mark.parametrize(
+    "text", ["12e3", "007", "1_000", "10:30", "yes", "null", "a: b", "#x", "", "é", "1.5", "~", "- a"]
+)
+def test_texts_that_yaml_would_read_otherwise_are_quoted(folder: Path, text: str) -> None:
+    recipe = load_recipe(folder / "recipe.yaml", [f"observe.project={json.dumps(text)}"], check=False)
+    written = to_yaml(recipe)
+    assert written == OmegaConf.to_yaml(OmegaConf.structured(recipe)), (
+        "as OmegaConf writes it, which takes five times as long"
+    )
+    (folder / "resolved.yaml").write_text(written)
+    assert load_recipe(folder / "resolved.yaml", check=False) == recipe
 
 
 def test_two_recipes_share_no_mutable_default() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.recipe.load import flat_settings
+from megarl.recipe.text import flat_settings
 from tests.runs.test_multinode import Nodes
 from tests.support.stack import metrics, run
 from tests.support.training_runs import SMALL, Run, background_runs, descendants, settings

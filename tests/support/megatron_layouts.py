@@ -142,7 +142,7 @@ OPTIONS = [
         "megatron": {"recompute": "selective", "extra": {"recompute_modules": ["moe_act", "layernorm"]}},
     },
 ]
-VL = [
+_VL = [
     case("vl", "TP1", per_micro=3),
     case("vl_tied", "TP1"),
     case("vl", "TP2"),
@@ -175,6 +175,8 @@ VL = [
     case("qwen3_vl_moe", "EP2", recompute="full"),
     case("qwen3_vl_moe", "TP2xPP2xEP2"),
 ]
+VL = [{**each, "slow": True} for each in _VL]
+"""Models that read images: their references take minutes."""
 FROZEN_TOWER = [
     {
         **case(model, layout, **settings),

@@ -14,8 +14,8 @@ from megarl.checkpoint import journal, kept_batches
 from megarl.checkpoint.folder import checkpoint_name
 from megarl.observe.log import RunLog
 from megarl.observe.metrics import MetricsLog
-from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import to_yaml
 from megarl.rollout.source_engines import EnginesSource
 from tests.support.journalled_run import STEPS, Death, Killed, digest, numbers, run_session
 

@@ -22,7 +22,7 @@ from megarl.errors import InputError, as_input_error
 from megarl.platform.device_table import device_named, device_of_machine
 from megarl.platform.kinds import kind_of
 from megarl.preflight.load import load_recipe
-from megarl.recipe.header import hardware_of
+from megarl.recipe.text import hardware_of
 
 CPU_PROCESSES = 2  # ranks on a CPU
 CPU_TOGETHER = 3  # concurrent stages on a CPU, where no stage measures speed against a limit

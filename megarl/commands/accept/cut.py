@@ -24,9 +24,9 @@ from megarl.preflight.load import load_recipe
 from megarl.preflight.models import read_hf_config, with_family_table
 from megarl.recipe.derived.lengths import longest_sample
 from megarl.recipe.hub_inputs import with_cached_inputs
-from megarl.recipe.load import to_yaml
 from megarl.recipe.paths import with_absolute_paths
 from megarl.recipe.schema import Recipe, RolloutConfig
+from megarl.recipe.text import to_yaml
 from megarl.recipe.trainers import MegatronConfig
 
 RECIPE = "cut.yaml"

@@ -37,8 +37,9 @@ from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.replay import recipe_file
 from megarl.recipe.data import files_of
 from megarl.recipe.hub_inputs import with_cached_inputs
-from megarl.recipe.load import read_recipe, to_yaml
+from megarl.recipe.load import read_recipe
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import to_yaml
 
 _MODEL_FILES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", ".safetensors")
 _BLOCK = 512  # of a tar file

@@ -9,9 +9,10 @@ from pathlib import Path, PurePosixPath
 
 from megarl.atomic_files import atomic_directory, disk_errors, write_atomically
 from megarl.commands.bundle.contents import DESCRIPTION, FILES, MODULES, RECORDED, Description
-from megarl.recipe.load import read_recipe, to_yaml
+from megarl.recipe.load import read_recipe
 from megarl.recipe.paths import with_paths
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import to_yaml
 
 _MOST_BYTES = 1 << 20  # of the description
 _SPARE = 1 << 20  # bytes that stay free on the disk

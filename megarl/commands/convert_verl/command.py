@@ -46,8 +46,9 @@ from megarl.preflight.load import load_recipe
 from megarl.preflight.recipe.megatron_extra import refusal_of_extra
 from megarl.recipe.derived.megatron_ddp import refusal_of_ddp
 from megarl.recipe.key import RecipeDumper, is_text
-from megarl.recipe.load import OPEN, settings_of
+from megarl.recipe.load import OPEN
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import settings_of
 from megarl.registry import did_you_mean
 
 _OF_KIND: dict[str, tuple[list[Option], dict[str, Any]]] = {

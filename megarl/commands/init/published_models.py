@@ -10,8 +10,8 @@ from megarl.errors import InputError, command_name
 from megarl.hf import hub, published
 from megarl.hf.config import text_fields
 from megarl.platform.device_table import device_named, device_of_machine
-from megarl.recipe.header import hardware_of
 from megarl.recipe.paths import recipes_folder
+from megarl.recipe.text import hardware_of
 
 _SHAPE = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),

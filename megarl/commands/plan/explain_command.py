@@ -20,8 +20,8 @@ from megarl.errors import InputError, as_input_error, pluralize
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import policy_config_of
 from megarl.recipe.derived.weight_sync_route import is_sharded, why_not_sharded
-from megarl.recipe.header import hardware_of
 from megarl.recipe.schema import Recipe, WeightSyncConfig
+from megarl.recipe.text import hardware_of
 from megarl.weight_sync.relay import max_connections
 from megarl.weight_sync.session import SHARED_MEMORY_TRANSPORTS
 from megarl.weight_sync.sharded.intersect import ITEM_SIZES

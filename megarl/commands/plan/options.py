@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.errors import InputError, pluralize
 from megarl.platform.device_table import HOST_MEMORY_OF, Device, device_named, device_of_machine, devices
-from megarl.recipe.header import hardware_of
+from megarl.recipe.text import hardware_of
 
 SECONDS = 120.0
 

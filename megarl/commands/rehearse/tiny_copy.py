@@ -20,8 +20,8 @@ from megarl.hf.families import has_tower
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import check_cpu_engine, policy_config_of, policy_errors
 from megarl.recipe.hub_inputs import with_cached_inputs
-from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import to_yaml
 
 RECIPE = "tiny_copy.yaml"
 _NO_ENGINE = (  # a rehearsal sets cluster.device=cpu

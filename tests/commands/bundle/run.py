@@ -10,7 +10,8 @@ from typing import Any
 from megarl.checkpoint.manifest import write_manifest
 from megarl.engines.tape import TapeFile
 from megarl.observe.run_dir import RunDirectory
-from megarl.recipe.load import read_recipe, to_yaml
+from megarl.recipe.load import read_recipe
+from megarl.recipe.text import to_yaml
 from megarl.rollout.tape import TAPE_FORMAT
 
 SECRET = "do-not-pack-this"

@@ -14,7 +14,8 @@ from megarl.commands.bundle.pack import pack
 from megarl.commands.bundle.recipe import bundled_recipe
 from megarl.commands.bundle.unpack import unpack
 from megarl.errors import RecipeError
-from megarl.recipe.load import read_recipe, to_yaml
+from megarl.recipe.load import read_recipe
+from megarl.recipe.text import to_yaml
 from tests.commands.bundle.run import RecordedRun
 
 RECIPE = """

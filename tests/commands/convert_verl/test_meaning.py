@@ -15,8 +15,8 @@ from megarl.commands.convert_verl.sft import SFT
 from megarl.commands.convert_verl.table import RL, TRAINER
 from megarl.errors import InputError
 from megarl.preflight.recipe.data import COLUMNS
-from megarl.recipe.load import settings_of
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import settings_of
 from tests.commands.convert_verl.test_convert import GRPO, settings
 
 

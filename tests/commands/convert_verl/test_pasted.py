@@ -12,7 +12,7 @@ from megarl.commands.convert_verl.command import Converted, convert
 from megarl.commands.convert_verl.shell.values import ScriptContext
 from megarl.commands.plan.options import device_of
 from megarl.errors import InputError
-from megarl.recipe.header import hardware_of
+from megarl.recipe.text import hardware_of
 from tests.commands.convert_verl.test_whole_scripts import ASYNC, PPO, SFT
 
 MACHINE = ScriptContext(script="scripts/run.sh", folder="/home/me/verl")

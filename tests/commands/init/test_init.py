@@ -22,7 +22,7 @@ from megarl.commands.plan.preflight import checked
 from megarl.errors import InputError, RecipeError
 from megarl.hf import published
 from megarl.preflight.load import load_recipe
-from megarl.recipe.header import hardware_of
+from megarl.recipe.text import hardware_of
 from tests.support.fake_hub import running_hub, use_hub
 
 OPEN = InitOptions(None, None, None, None, None)
@@ -132,11 +132,11 @@ def test_lengths_fit_the_models_context(tmp_path: Path) -> None:
 def test_a_reward(capsys: pytest.CaptureFixture[str]) -> None:
     assert "reward" not in written(reward="rows")
     assert "data_source selects its scorer" in capsys.readouterr().out
-    assert written(reward="my_rewards:close")["reward"] == {"function": "my_rewards:close"}
-    assert "not found yet: my_rewards, which `plan` and `train` import" in capsys.readouterr().out
-    Path("my_rewards.py").touch()
-    written(reward="my_rewards:close")
-    assert "not found yet: my_rewards," not in capsys.readouterr().out
+    assert written(reward="rewards_of_init:close")["reward"] == {"function": "rewards_of_init:close"}
+    assert "not found yet: rewards_of_init, which `plan` and `train` import" in capsys.readouterr().out
+    Path("rewards_of_init.py").touch()
+    written(reward="rewards_of_init:close")
+    assert "not found yet: rewards_of_init," not in capsys.readouterr().out
     Path("data.jsonl").write_text('{"prompt": "1+1"}')
     written(reward="my dir/rewards.py:close", data="data.jsonl")
     assert load_recipe("a.yaml").reward.function == "my dir/rewards.py:close"

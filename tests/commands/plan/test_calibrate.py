@@ -18,8 +18,8 @@ from megarl.commands.plan.time.estimate import estimate
 from megarl.commands.plan.time.lengths import Lengths
 from megarl.errors import InputError
 from megarl.platform.device_table import Device, device_named
-from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import to_yaml
 from tests.support import plans
 from tests.support.estimate_cases import QWEN, rank, recipe
 

@@ -17,8 +17,8 @@ from megarl.errors import InputError
 from megarl.hf import weights
 from megarl.preflight.findings import Survey
 from megarl.preflight.load import load_recipe
-from megarl.recipe.header import shape_of
 from megarl.recipe.library_fields import fields_of, problem
+from megarl.recipe.text import shape_of
 
 ROOT = Path(__file__).parents[3]
 COLUMNS = ("prompt", "data_source", "reward_model")

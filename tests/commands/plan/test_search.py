@@ -34,8 +34,8 @@ from megarl.errors import InputError, RecipeError
 from megarl.preflight.findings import Survey
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import POLICY
-from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import to_yaml
 from tests.support.layout_search import DENSE, H100, NO_CLIENT, SPARSE, FakeFitChecker, recipe, subject
 
 ROOT = Path(__file__).parents[3]

@@ -12,7 +12,7 @@ from megarl.commands.plan.search import suggest
 from megarl.commands.plan.search.layouts import Choice, choice_of, refusal
 from megarl.errors import InputError
 from megarl.preflight.load import load_recipe
-from megarl.recipe.load import to_yaml
+from megarl.recipe.text import to_yaml
 from tests.support.layout_search import NO_CLIENT, FakeFitChecker, subject
 
 

@@ -16,8 +16,8 @@ from megarl.commands.simulate.lengths import DrawnLengths
 from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
 from megarl.errors import InputError
 from megarl.recipe.algorithm import DynamicSamplingConfig
-from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import to_yaml
 from tests.support.estimate_cases import recipe
 
 ENGINES, PROMPTS, SAMPLES, STEPS = 8, 64, 4, 6

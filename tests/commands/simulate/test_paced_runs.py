@@ -12,7 +12,7 @@ import pytest
 from benchmarks import pacing
 from benchmarks.asynchrony_prediction import RunLengths, costs, predict
 from benchmarks.pacing import Pace, pace_engine, pace_trainer, read, step_seconds
-from megarl.recipe.load import to_yaml
+from megarl.recipe.text import to_yaml
 from tests.support.estimate_cases import recipe
 
 PACE = Pace(step=0.03, request=0.004, prefill=0.001, train=0.01, weight_sync=0.05, load=0.04)

@@ -27,8 +27,8 @@ from megarl.platform.device_table import device_named
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import POLICY, config_of
 from megarl.recipe.derived.at_update import max_lag, update_rule
-from megarl.recipe.load import settings_of, to_yaml
 from megarl.recipe.schema import RolloutConfig
+from megarl.recipe.text import settings_of, to_yaml
 from tests.support.estimate_cases import QWEN, recipe
 
 ROOT = Path(__file__).parents[3]

@@ -18,8 +18,8 @@ from typing import Any
 from megarl.commands.plan.count.workload import Workload
 from megarl.engines.base import EngineSpec
 from megarl.platform.version_sets import refuse_cuda_builds
-from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import to_yaml
 
 TRAINERS = "megarl.commands.plan.count.rank_process"
 ENGINES = "megarl.commands.plan.count.engine_process"

@@ -12,8 +12,8 @@ from megarl.commands.plan.time.lengths import Lengths
 from megarl.hf.shape import ModelShape
 from megarl.observe.json_lines import read_lines
 from megarl.observe.run_dir import RunDirectory
-from megarl.recipe.load import flat_settings, settings_of
 from megarl.recipe.schema import Recipe
+from megarl.recipe.text import flat_settings, settings_of
 
 FIRST = 2  # steps at the begin of a session that are left out: they compile, allocate and connect
 _TIMING = "timing_s/"
