@@ -38,6 +38,7 @@ def test_engines_that_share_devices_spread_over_them(connect):
     assert [identity[2] for identity in group.call("identify")] == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_engines_on_separate_devices(connect):
     assert wait_until(lambda: free_npus() == 4, 10)
     cluster = connect(1, 1, 3, npus=True, shared=False)

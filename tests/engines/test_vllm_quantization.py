@@ -108,6 +108,7 @@ def assert_matrices_are_fp8(storages: list[dict[str, tuple[str, int]]]) -> None:
             assert not name.endswith(("gate.weight", "lm_head.weight")) or dtype == "torch.bfloat16", name
 
 
+@pytest.mark.slow
 def test_updates_are_verified_before_they_are_quantized(process: EngineProcess, tmp_path: Path) -> None:
     """The engine loads a weight that differs by less than FP8 can hold from the trainers' export."""
     path = build_model(tmp_path / "model", "qwen3", width=128)

@@ -117,6 +117,7 @@ class TestReference:
             f"step_{step:06d}" for step in (1, 2, 3, 4)
         ]
 
+    @pytest.mark.slow
     def test_the_export_is_verified_and_evaluates(self, reference: Path, quickstart_data: Path, tmp_path: Path) -> None:
         done = run("export", str(reference), "--out", str(tmp_path / "hf"), torchrun=2)
         assert done.returncode == 0 and "bit for bit" in done.stdout, done.stderr + done.stdout

@@ -182,6 +182,7 @@ def test_a_single_node_with_a_number_of_devices_starts_ray_with_them(node):
     assert process.returncode == 7
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 def test_ray_lists_a_head_that_is_given_by_name_under_its_address(node):
     """Slurm gives names. megarl sorts nodes by their addresses."""

@@ -77,6 +77,7 @@ def test_the_devices_of_the_recipe_are_tried() -> None:
     assert needed == {16: 48, 40: 40}
 
 
+@pytest.mark.slow
 def test_engines_are_bounded_by_the_largest_number_of_devices() -> None:
     task = deepseek(16)
     models = {"rollout": published.read("DeepSeek-V3")}

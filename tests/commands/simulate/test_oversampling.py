@@ -30,6 +30,7 @@ def filtered() -> Study:
     return study(filtering(), steps=12)
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_has_a_row_for_each_factor_of_over_sampling(filtered: Study) -> None:
     synchronous, best = filtered.oversampled
     assert [run.schedule.oversample for run in synchronous.runs] == [1.0, 1.6, 2.0, 2.2, 2.5, 3.0]

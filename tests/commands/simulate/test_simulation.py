@@ -280,6 +280,7 @@ def test_long_tails_drain_gains_little_and_updates_in_flight_much() -> None:
     assert 0.85 * kept[4] < refreshed < kept[4] < windowed
 
 
+@pytest.mark.slow
 def test_growth() -> None:
     """128 engines, 8,192 samples a step, 50 steps. Seconds of this process alone: other tests may run at the same time."""
     begin = time.process_time()
