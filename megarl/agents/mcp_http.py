@@ -17,6 +17,9 @@ import httpx2
 
 CONNECT_SECONDS = 60.0
 READ_SECONDS = 300.0  # a server may keep a stream open
+ANSWER_BYTES = (
+    64 << 20
+)  # largest answer; mcp's limit of 1 MiB for streams is too small for images, and it has none for JSON
 GRACE = 5.0  # for a server to answer a call that was cancelled, and to end a session
 _NOT_FOUND = 404
 _UNAVAILABLE = (401, 403, 408, 429, 502, 503, 504)
@@ -65,7 +68,7 @@ class HttpClient(httpx2.AsyncClient):
         try:
             response = await super().send(request, **options)
             if report is not None and response.headers.get("content-type", "").lower().startswith("application/json"):
-                await _read(response)
+                response = await _with_body(response)
         except (httpx2.TransportError, httpx2.DecodingError) as error:
             if report is None:
                 raise
@@ -78,9 +81,16 @@ class HttpClient(httpx2.AsyncClient):
         return response
 
 
-async def _read(response: httpx2.Response) -> None:
+async def _with_body(response: httpx2.Response) -> httpx2.Response:
+    """Return the response with its whole body. Raises ReadError for one above ANSWER_BYTES."""
+    body = bytearray()
     try:
-        await response.aread()
-    except BaseException:
+        async for part in response.aiter_bytes():
+            body += part
+            if len(body) > ANSWER_BYTES:
+                raise httpx2.ReadError(f"the answer has more than {ANSWER_BYTES:,} bytes")
+    finally:
         await response.aclose()
-        raise
+    headers = response.headers.copy()
+    headers.pop("content-encoding", None)  # the body is decoded
+    return httpx2.Response(response.status_code, headers=headers, content=bytes(body), request=response.request)

@@ -24,7 +24,6 @@ from megarl.recipe.agent import McpServer
 CONNECT_SECONDS = 60.0  # for a server to answer the first request, and to list all its tools
 LOOK_SECONDS = 10.0  # for a server to list its tools, when the connection may be lost
 CLOSE_SECONDS = 15.0  # for a connection to end, and once more after it is cancelled
-ANSWER_BYTES = 64 << 20  # largest answer over a stream; mcp's limit of 1 MiB is too small for images
 
 
 class McpTools:
@@ -218,7 +217,7 @@ async def _connection(server: McpServer) -> AsyncIterator[Any]:
     from mcp.client.stdio import stdio_client
     from mcp.client.streamable_http import streamable_http_client
 
-    from megarl.agents.mcp_http import HttpClient
+    from megarl.agents.mcp_http import ANSWER_BYTES, HttpClient
 
     if server.url:
         headers = {name: _variable(variable, "headers") for name, variable in server.headers.items()}

@@ -152,6 +152,18 @@ def test_a_stream_may_have_an_answer_above_the_clients_default_limit(server: Ses
     assert len(used(server, body)) == (2 << 20) + len("waited")
 
 
+def test_an_answer_above_the_limit_ends_no_other_call(server: SessionServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.agents.mcp_http.ANSWER_BYTES", 10_000)
+
+    async def body(tools: McpTools) -> list[int]:
+        lengths = [len((await call(tools, dots=9_000)).answer.text)]
+        with pytest.raises(ToolUnavailable, match="ReadError: the answer has more than 10,000 bytes"):
+            await call(tools, dots=1 << 20)
+        return [*lengths, len((await call(tools, dots=9_000)).answer.text)]
+
+    assert used(server, body) == [9_000 + len("waited")] * 2
+
+
 @pytest.mark.parametrize(
     ("cursors", "cause"),
     [
