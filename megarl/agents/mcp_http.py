@@ -17,9 +17,8 @@ import httpx2
 
 CONNECT_SECONDS = 60.0
 READ_SECONDS = 300.0  # a server may keep a stream open
-ANSWER_BYTES = (
-    64 << 20
-)  # largest answer; mcp's limit of 1 MiB for streams is too small for images, and it has none for JSON
+ANSWER_BYTES = 64 << 20
+"""Largest answer. mcp's limit of 1 MiB for streams is too small for images, and it has none for JSON."""
 GRACE = 5.0  # for a server to answer a call that was cancelled, and to end a session
 _NOT_FOUND = 404
 _UNAVAILABLE = (401, 403, 408, 429, 502, 503, 504)
