@@ -25,6 +25,7 @@ DEVICES_OF = {
     "Atlas 200T A2 Box16": "910B",
     "Atlas 800T A2": "910B",
     "Atlas 900 A2 PODc": "910B",
+    "910B3": "910B",  # npu-smi's name for it
     "Atlas 800T A3": "910C",
     "A100": "A100",
     "H100": "H100",

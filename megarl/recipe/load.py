@@ -30,6 +30,7 @@ from megarl.registry import nearest
 
 COMMAND_LINE = "command line"
 STEPS, EPOCHS = "train.steps", "train.epochs"
+UNKNOWN_KEY = "unknown key"
 OPEN = "???"
 """A value that the recipe leaves open: it must be given before the recipe is used."""
 _YAML_STARTS = tuple("'\"[{|>&*!")  # of a value that is not a plain text in YAML
@@ -146,8 +147,10 @@ def _read_yaml(path: Path, named_by: str) -> Layer:
         version = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         loaded = _parsed(path.resolve(), version)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        problem = f"this is not YAML: {' '.join(str(error).split())}"
-        raise RecipeError("recipe", problem, "correct the line that the message names", origin=str(path)) from error
+        problem, remedy = f"this is not YAML: {' '.join(str(error).split())}", "correct the line that the message names"
+        if isinstance(error, UnicodeDecodeError):
+            problem, remedy = f"this is not text in UTF-8: {error}", "give the file of a recipe, or save it as UTF-8"
+        raise RecipeError("recipe", problem, remedy, origin=str(path)) from error
     except RecursionError as error:
         problem = "the YAML is nested too deeply"
         raise RecipeError("recipe", problem, "a recipe has sections and keys", origin=str(path)) from error
@@ -320,7 +323,7 @@ def _sort_keys(
         dotted = f"{prefix}{name}"
         if name not in types:
             remedy = suggestion(str(name), prefix, types, tuple(all_keys()), value)
-            yield ReadingError(dotted, "unknown key", remedy, value=value, origin=origin)
+            yield ReadingError(dotted, UNKNOWN_KEY, remedy, value=value, origin=origin)
         elif not dataclasses.is_dataclass(types[name]):
             value = yield from _with_declared_keys(value, types[name], dotted, origin)
             settings.append((dotted, value))

@@ -79,5 +79,7 @@ def hardware_of(path: Path) -> tuple[str, int, int] | None:
     """Return the machine in the head of the recipe at `path`, the number of machines, and the devices of each."""
     if not path.is_file():  # loading the recipe reports it
         return None
-    line = re.search(r"^# Hardware: (.+), (\d+) x (\d+)$", path.read_text(), re.MULTILINE)
+    line = re.search(
+        r"^# Hardware: (.+), (\d+) x (\d+)$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+    )
     return (line[1], int(line[2]), int(line[3])) if line else None

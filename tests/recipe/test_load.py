@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 from megarl.preflight.load import load_recipe
 from megarl.recipe import RecipeError, to_yaml
 from megarl.recipe.derived.offload import offloads
-from megarl.recipe.former_names import FormerNameWarning
 from megarl.recipe.load import all_keys, read_recipe, setting_of
 from megarl.recipe.schema import Recipe
 from megarl.recipe.text import flat_settings, settings_of
@@ -47,21 +46,6 @@ def test_later_layers_override_earlier_ones(folder: Path) -> None:
     assert recipe.train.steps == 7
     assert recipe.megatron.extra == {"moe_permute_fusion": True, "moe_grouped_gemm": True}
     assert recipe.actor.optimizer.clip_grad == Recipe().actor.optimizer.clip_grad
-
-
-def test_a_file_that_was_edited_is_read_anew(folder: Path) -> None:
-    base = folder / "base" / "lr.yaml"
-    for temperature in (0.6, 0.7, 0.8):  # texts of one length
-        base.write_text(f"rollout: {{temperature: {temperature}}}\n")
-        assert load_recipe(folder / "recipe.yaml").rollout.temperature == temperature
-
-
-def test_reading_a_file_again_gives_the_same_recipe_and_warnings(folder: Path) -> None:
-    (folder / "base" / "lr.yaml").write_text("exchange: {route: export}\n")
-    for _ in range(2):
-        with pytest.warns(FormerNameWarning) as caught:
-            recipe = load_recipe(folder / "recipe.yaml")
-        assert len(caught) == 2 and recipe.weight_sync.route == "full" and recipe.model.path == "some/model"
 
 
 def test_a_length_that_is_left_open_does_not_contradict_the_other(folder: Path) -> None:

@@ -22,6 +22,7 @@ from megarl.commands.convert_verl.hydra.config_files import read_config, resolve
 from megarl.commands.convert_verl.hydra.overrides import OptionValue, read_options, value_of
 from megarl.commands.convert_verl.open_settings import (
     MACHINE,
+    expand_home,
     machine_notes,
     next_command,
     open_notes,
@@ -46,7 +47,7 @@ from megarl.preflight.load import load_recipe
 from megarl.preflight.recipe.megatron_extra import refusal_of_extra
 from megarl.recipe.derived.megatron_ddp import refusal_of_ddp
 from megarl.recipe.key import RecipeDumper, is_text
-from megarl.recipe.load import OPEN
+from megarl.recipe.load import OPEN, UNKNOWN_KEY
 from megarl.recipe.schema import Recipe
 from megarl.recipe.text import settings_of
 from megarl.registry import did_you_mean
@@ -98,12 +99,11 @@ def convert(
     pairs = [_pair(argument) for argument in arguments]
     variables = {name: value for name, value in pairs if "." not in name}
     overrides = {name: _setting(name, value) for name, value in pairs if "." in name}
-    chosen = {
-        name: str(value) for name, value in overrides.items() if name in ("algorithm.advantage", "algorithm.loss")
-    }
+    decides = ("algorithm.advantage", "algorithm.loss")
+    chosen = {name: str(value) for name, value in overrides.items() if name in decides}
     context = context or ScriptContext()
-    text, fences = without_fences(text)
-    text = with_quoted_placeholders(text)
+    unfenced, fences = without_fences(text)
+    text = with_quoted_placeholders(unfenced)
     command = read_command(text, variables, context)
     options, flags = read_options(command.arguments)
     config = read_config(flags, command, context)
@@ -116,6 +116,7 @@ def convert(
         if _is_number(value) and is_text(Recipe, name):  # scripts have no types, and recipes refuse a number for a text
             conversion.settings[name] = str(value)
     conversion.settings |= overrides
+    conversion.notes += expand_home(conversion.settings, variables.get("HOME", context.home))
     _drop_unused(conversion, overrides.keys())
     _drop_rejected(conversion, overrides.keys())
     _note_model(conversion)
@@ -131,10 +132,10 @@ def _check_names(text: str, variables: Collection[str], accepted: Collection[str
     for name in accepted:
         if name not in options:
             raise InputError(f"--accept {name}: the command has no such option{did_you_mean(name, options)}")
+    names = {*re.findall(r"\$[{#!]*([A-Za-z_]\w*)", text), *re.findall(r"(?:^|[\s;&|(])([A-Za-z_]\w*)\+?=", text)}
     for name in variables:
-        if name != "HOME" and not name.isdigit() and not re.search(rf"\b{re.escape(name)}\b", text):
-            assigned = re.findall(r"\b([A-Za-z_]\w*)=", text)
-            raise InputError(f"{name}=...: the script has no such variable{did_you_mean(name, assigned)}")
+        if name not in names and name != "HOME" and not name.isdigit():
+            raise InputError(f"{name}=...: the script has no such variable{did_you_mean(name, sorted(names))}")
 
 
 def _translated(
@@ -211,9 +212,9 @@ def convert_file(
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read: {error}") from error
-    source, script = ("a command line", None) if file == "-" else (Path(file).name, file)
-    context = ScriptContext(script)
+        first = ": the script comes first, then variables and settings" if "=" in file else f": {error}"
+        raise InputError(f"{file} cannot be read{first}") from error
+    source, context = ("a command line", ScriptContext()) if file == "-" else (Path(file).name, ScriptContext(file))
     converted = convert(text, arguments, rows=rows, accepted=accepted, source=source, machine=machine, context=context)
     for line in _listed(converted.notes, converted.minor):
         print(line, file=sys.stderr)
@@ -353,9 +354,8 @@ def _recipe(conversion: Conversion, source: str, machine: str | None) -> str:
         _load(_nested(changed | stand_ins(conversion.settings)))
     except RecipeError as error:
         error.origin = None  # a temporary file that no longer exists
-        raise InputError(
-            f"the command results in an invalid recipe:{error}\n  Add the setting after the file, as in {error.key}=VALUE."
-        ) from error
+        add = "" if error.problem == UNKNOWN_KEY else f"\n  Add the setting after the file, as in {error.key}=VALUE."
+        raise InputError(f"the command results in an invalid recipe:{error}{add}") from error
     head = [f"# Converted from {source} by megarl convert-config. Options that were changed or omitted:"]
     # A line break in a note would end its comment.
     head += [f"#   {' '.join(line.split())}" for line in _listed(conversion.notes, conversion.minor)] or ["#   nothing"]

@@ -127,6 +127,24 @@ def machine_notes(conversion: Conversion, machine: str | None) -> list[str]:
     ]
 
 
+def expand_home(settings: dict[str, Any], home: str) -> list[str]:
+    """Replace ``~`` at the start of the `settings`, which bash leaves in an argument. Return a note if there was one."""
+    names = [key for key, value in settings.items() if any(_starts_at_home(item) for item in _items(value))]
+    for key in names:
+        value = settings[key]
+        changed = [home + item[1:] if _starts_at_home(item) else item for item in _items(value)]
+        settings[key] = changed if isinstance(value, list) else changed[0]
+    return [f"{', '.join(names)}: ~ is {home}, as on the machine of this conversion"] if names else []
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _starts_at_home(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("~/")
+
+
 def next_command(recipe: str, out: Path) -> str:
     """Return what to do next with the text of a converted recipe, which is in the file `out`."""
     command = f"{command_name()} plan {shlex.quote(str(out))}"

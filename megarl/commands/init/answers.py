@@ -94,7 +94,10 @@ def check_model(text: str) -> str:
         if not (Path(text) / "config.json").is_file():
             raise ValueError(f"the folder {text} has no config.json, so it is not a Hugging Face model")
     elif hub.model_name(text) is None:
-        raise ValueError(f"{text} is neither a folder nor a name on the hub: owner/name, such as Qwen/Qwen3-8B")
+        raise ValueError(
+            f"{text} is neither a folder here nor a name on the hub: owner/name, such as Qwen/Qwen3-8B. For weights that are downloaded "
+            "later give that name, and write the folder into model.path afterwards"
+        )
     return text
 
 
@@ -109,14 +112,16 @@ def check_files(text: str) -> tuple[str, ...]:
             raise ValueError(
                 f"{file} is neither a file on this machine nor a data set on the hub ({hub.PREFIX}...): copy it here"
             )
+        if file.startswith("~"):
+            raise ValueError(f"{file}: ~ is not expanded, write {Path(file).expanduser()}")
         if not file.startswith(hub.PREFIX) and set(file) & {*"*?["} and not Path(file).exists():
             raise ValueError(f"{file}: patterns are not expanded; list the files, with commas between them")
+        if Path(file).is_dir():
+            raise ValueError(f"{file} is a folder: list its files, with commas between them")
         if not file.startswith(hub.PREFIX) and not file.endswith((".parquet", ".jsonl")):
             raise ValueError(
                 f"{file} ends neither in .parquet nor in .jsonl, and a data set on the hub begins with {hub.PREFIX}"
             )
-        if Path(file).is_dir():
-            raise ValueError(f"{file} is a folder: list its files, with commas between them")
         if not file.startswith(hub.PREFIX) and Path(file).exists():
             try:
                 column_names(Path(file))

@@ -100,7 +100,7 @@ def _answers(options: InitOptions, ask: bool) -> Answers:
     machines = answer("devices", "Devices (e.g. 8 H100, 2 cpu)", checks.devices_here())
     reward = None
     if checks.samples(task):
-        question = "Reward (a scorer such as gsm8k or math, your module:function, or rows)"
+        question = "Reward (a scorer such as gsm8k or math, your module:function or file.py:function, or rows)"
         reward = answer("reward", question, scorer_of(files) or ROWS)
     return Answers(task, model, files, machines, reward, columns_of(task, files))
 
@@ -212,9 +212,10 @@ def _remarks(answers: Answers) -> list[str]:
     if is_function and not (Path(module).exists() if module.endswith(".py") else can_be_found(module)):
         remarks.append(f"not found yet: {module}, which `plan` and `train` import")
     function = None if answers.reward == ROWS else answers.reward
-    remarks += column_remarks(answers.task, answers.files, answers.columns, function)
+    of_columns = column_remarks(answers.task, answers.files, answers.columns, function)
+    remarks += of_columns
     if answers.reward == ROWS and (scorer := scorer_of(answers.files)) is not None:
         remarks.append(f"these rows have no data_source, which selects a scorer: add reward: {{function: {scorer}}}")
-    elif answers.reward == ROWS:
+    elif answers.reward == ROWS and not any("'data_source'" in remark for remark in of_columns):
         remarks.append("each row's data_source selects its scorer: docs/rewards.md has the list")
     return remarks

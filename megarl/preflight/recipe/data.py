@@ -54,6 +54,12 @@ def data_errors(data: DataConfig) -> Iterator[RecipeError]:
     for name, file in files_of(data):
         if file.startswith(hub.PREFIX):
             yield from _hub_name_errors(name, file)
+        elif file.startswith("~"):
+            yield RecipeError(name, "~ is not expanded", f"write {os.path.expanduser(file)}", value=file)
+        elif os.path.isdir(file):
+            yield RecipeError(name, f"{file} is a folder", "list its files", value=file)
+        elif {*"*?["} & {*file} and not os.path.exists(file):
+            yield RecipeError(name, "patterns are not expanded", "list the files", value=file)
         elif not file.endswith((".parquet", ".jsonl")):
             problem = f"{file} is neither .parquet nor .jsonl"
             remedy = "convert it to one of these, as docs/data.md shows"

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
+from megarl.commands.convert_verl.command import convert
 from megarl.commands.convert_verl.shell.parser import Command, read_command
 from megarl.commands.convert_verl.shell.values import ScriptContext
+from megarl.errors import InputError
 
 MAIN = "python3 -m verl.trainer.main_ppo"
 NOTE = "$HOME is /home/me, as on the machine of this conversion; HOME=FOLDER after the file changes it"
@@ -36,3 +38,18 @@ def test_cd_without_a_folder_goes_home() -> None:
 def test_a_script_that_sets_its_home_folder() -> None:
     read = command("HOME=/data\nX=~/a", {})
     assert read.arguments[0].text == "x=/data/a" and read.notes == []
+
+
+def test_a_tilde_that_bash_leaves_in_an_argument_is_the_home_folder() -> None:
+    options = "data.train_files=~/a.parquet actor_rollout_ref.model.path=~/m trainer.n_gpus_per_node=2 trainer.nnodes=1"
+    text = f"{MAIN} {options} data.train_batch_size=8 trainer.total_training_steps=2"
+    converted = convert(text, ["HOME=/h"])
+    assert "- /h/a.parquet" in converted.text and "path: /h/m" in converted.text
+    assert "data.train_files, model.path: ~ is /h, as on the machine of this conversion" in converted.notes
+
+
+@pytest.mark.parametrize("name", ["nodes", "n_gpus_per_node", "NNODES"])
+def test_a_part_of_an_option_is_no_variable(name: str) -> None:
+    """`nodes=1` would be ignored."""
+    with pytest.raises(InputError, match=f"{name}=...: the script has no such variable"):
+        convert(f"NODES=2\n{MAIN} trainer.nodes=$NODES trainer.n_gpus_per_node=8", [f"{name}=1"])

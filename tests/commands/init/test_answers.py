@@ -29,6 +29,7 @@ from megarl.commands.init.answers import (
         (" 2 x 4  H200 ", Machines(2, 4, "cuda", "H200")),
         ("2x8 910B", Machines(2, 8, "npu", "910B")),
         ("16 Atlas 800T A3", Machines(1, 16, "npu", "Atlas 800T A3")),
+        ("8 910B3", Machines(1, 8, "npu", "910B3")),
         ("8 cuda", Machines(1, 8, "cuda")),
         ("2 CPU", Machines(1, 2, "cpu")),
     ],
@@ -77,9 +78,9 @@ def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check_model("model")
     (tmp_path / "model" / "config.json").write_text("{}")
     assert check_model("model") == "model" and check_model("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
-    with pytest.raises(ValueError, match="neither a folder nor a name on the hub"):
+    with pytest.raises(ValueError, match="neither a folder here nor a name on the hub"):
         check_model("/no/such/folder")
-    with pytest.raises(ValueError, match=r"Qwen3-8B is neither .* owner/name, such as Qwen/Qwen3-8B"):
+    with pytest.raises(ValueError, match=r"Qwen3-8B is neither .* owner/name, such as Qwen/Qwen3-8B\."):
         check_model("Qwen3-8B")
 
 
@@ -87,6 +88,7 @@ def test_files() -> None:
     assert check_files("a.parquet, hf://org/name/train,b.jsonl") == ("a.parquet", "hf://org/name/train", "b.jsonl")
     problems = {
         "data/*.parquet": r"data/\*\.parquet: patterns are not expanded; list the files",
+        "~/a.jsonl": "~ is not expanded, write /",
         "a.csv": "neither in .parquet nor in .jsonl",
         " , ": "at least one file",
         "s3://bucket/a.parquet": "s3://bucket/a.parquet is neither a file on this machine",

@@ -40,7 +40,9 @@ def of_plan(plan: RecipePlan, path: Path, settings: Sequence[str], options: Sequ
     if plan.memory is None:
         again = _command("plan", path, [*settings, *options, "--device", "H100"])
         return _lines(
-            "not compared with a device, since none is known", "name the device of the run, e.g. H100 or 910B", again
+            "not compared with a device, since none is known",
+            "name the device of the run, e.g. H100, 910B or CPU",
+            again,
         )
     checks = pluralize(len(plan.unchecked), "check")
     unknown = [f"engines of {section}" for section in plan.not_counted]
