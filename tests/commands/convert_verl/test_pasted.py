@@ -117,7 +117,7 @@ class TestHardware:
     def test_a_machine_without_a_name_has_a_note(self) -> None:
         done = converted(f"{PPO} trainer.nnodes=2")
         assert "\n# Hardware: MACHINE, 2 x 8\n" in done.text
-        assert done.notes[0].startswith("# Hardware: MACHINE: the script does not name its machines; write the name")
+        assert done.notes[0].startswith("# Hardware: MACHINE: the script does not name its machines; write it there")
         assert not any("MACHINE" in note for note in converted(PPO, machine="Atlas 800T A3").notes)
 
     def test_an_unused_name_has_a_note(self) -> None:
