@@ -23,7 +23,7 @@ stop() { # the test that needs the environment prints the reason
 # CUDA libraries that its own lock names.
 install() { "$venv/bin/python" -m pip --python "$older/bin/python" install --quiet --no-deps -r "$1"; }
 
-# Of 0.18 we know no such need.
+# Not known of 0.18.
 if [ "$version" = 0.23 ] && [ "$(uname -m)" = x86_64 ] && ! grep -qw avx512f /proc/cpuinfo; then
   rm -rf "$older"
   stop "its experts need AVX-512 on a CPU, and this processor has none (vLLM's cpu_fused_moe.py)"

@@ -54,7 +54,7 @@ def test_a_file_that_is_not_text_is_named(folder: Path) -> None:
     [
         ("~/a.parquet", "~ is not expanded", f"write {Path.home()}/a.parquet"),
         ("data/*.jsonl", "patterns are not expanded", "list the files"),
-        (".", ". is a folder", "list its files"),
+        (".", "this is a folder", "list its files"),
     ],
 )
 def test_data_files_are_files(folder: Path, file: str, problem: str, remedy: str) -> None:

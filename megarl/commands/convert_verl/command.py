@@ -99,8 +99,7 @@ def convert(
     pairs = [_pair(argument) for argument in arguments]
     variables = {name: value for name, value in pairs if "." not in name}
     overrides = {name: _setting(name, value) for name, value in pairs if "." in name}
-    decides = ("algorithm.advantage", "algorithm.loss")
-    chosen = {name: str(value) for name, value in overrides.items() if name in decides}
+    chosen = {key: str(value) for key, value in overrides.items() if key in ("algorithm.advantage", "algorithm.loss")}
     context = context or ScriptContext()
     unfenced, fences = without_fences(text)
     text = with_quoted_placeholders(unfenced)
@@ -132,7 +131,8 @@ def _check_names(text: str, variables: Collection[str], accepted: Collection[str
     for name in accepted:
         if name not in options:
             raise InputError(f"--accept {name}: the command has no such option{did_you_mean(name, options)}")
-    names = {*re.findall(r"\$[{#!]*([A-Za-z_]\w*)", text), *re.findall(r"(?:^|[\s;&|(])([A-Za-z_]\w*)\+?=", text)}
+    assigned = set(re.findall(r"(?:^|[\s;&|(])([A-Za-z_]\w*)\+?=", text)) - set(options)
+    names = assigned | set(re.findall(r"\$[{#!]*([A-Za-z_]\w*)", text))
     for name in variables:
         if name not in names and name != "HOME" and not name.isdigit():
             raise InputError(f"{name}=...: the script has no such variable{did_you_mean(name, sorted(names))}")

@@ -20,6 +20,7 @@ from megarl.platform.device_table import (
     generation_hint,
 )
 from megarl.platform.kinds import KINDS, is_accelerator
+from megarl.preflight.recipe.data import path_problem
 from megarl.recipe.remote import SERVICES
 from megarl.registry import did_you_mean
 from megarl.rewards.base import SCORERS
@@ -112,12 +113,8 @@ def check_files(text: str) -> tuple[str, ...]:
             raise ValueError(
                 f"{file} is neither a file on this machine nor a data set on the hub ({hub.PREFIX}...): copy it here"
             )
-        if file.startswith("~"):
-            raise ValueError(f"{file}: ~ is not expanded, write {Path(file).expanduser()}")
-        if not file.startswith(hub.PREFIX) and set(file) & {*"*?["} and not Path(file).exists():
-            raise ValueError(f"{file}: patterns are not expanded; list the files, with commas between them")
-        if Path(file).is_dir():
-            raise ValueError(f"{file} is a folder: list its files, with commas between them")
+        if not file.startswith(hub.PREFIX) and (wrong := path_problem(file)) is not None:
+            raise ValueError(f"{file}: {'; '.join(wrong)} (several files have commas between them)")
         if not file.startswith(hub.PREFIX) and not file.endswith((".parquet", ".jsonl")):
             raise ValueError(
                 f"{file} ends neither in .parquet nor in .jsonl, and a data set on the hub begins with {hub.PREFIX}"

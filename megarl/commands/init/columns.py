@@ -64,7 +64,9 @@ def column_remarks(task: str, files: Sequence[str], columns: Mapping[str, str], 
         shown = ", ".join(f"{key}: {name}" for key, name in columns.items())
         names = ", ".join(dict.fromkeys(_repo(file) or file for file in files))
         of_hub = _entry(files) is not None
-        remarks.append(f"data.columns {'is that' if of_hub else 'is guessed from the columns'} of {names}: {shown}")
+        remarks.append(
+            f"data.columns {'has the column names' if of_hub else 'is guessed from the columns'} of {names}: {shown}"
+        )
     selection = ColumnSelection(_layouts(task, function), (), columns)
     for file, present in _local_columns(files):
         try:
@@ -79,6 +81,11 @@ def column_remarks(task: str, files: Sequence[str], columns: Mapping[str, str], 
             f"as in columns: {example}"
         )
     return remarks
+
+
+def lack_data_source(files: Sequence[str]) -> bool:
+    """Return whether a file on this machine has no column that could select the scorer."""
+    return any("data_source" not in columns for _, columns in _local_columns(files))
 
 
 def _layouts(task: str, function: str | None) -> Sequence[Sequence[str]]:

@@ -13,7 +13,7 @@ import typer
 from megarl.atomic_files import check_new
 from megarl.commands.init import answers as checks
 from megarl.commands.init.answers import ROWS, TASKS, Answers
-from megarl.commands.init.columns import column_remarks, columns_of, scorer_of
+from megarl.commands.init.columns import column_remarks, columns_of, lack_data_source, scorer_of
 from megarl.commands.init.layout import first_layout
 from megarl.commands.init.published_models import published_name, quantized_notice, recipes_notice
 from megarl.commands.init.text import recipe_text
@@ -212,10 +212,9 @@ def _remarks(answers: Answers) -> list[str]:
     if is_function and not (Path(module).exists() if module.endswith(".py") else can_be_found(module)):
         remarks.append(f"not found yet: {module}, which `plan` and `train` import")
     function = None if answers.reward == ROWS else answers.reward
-    of_columns = column_remarks(answers.task, answers.files, answers.columns, function)
-    remarks += of_columns
+    remarks += column_remarks(answers.task, answers.files, answers.columns, function)
     if answers.reward == ROWS and (scorer := scorer_of(answers.files)) is not None:
         remarks.append(f"these rows have no data_source, which selects a scorer: add reward: {{function: {scorer}}}")
-    elif answers.reward == ROWS and not any("'data_source'" in remark for remark in of_columns):
+    elif answers.reward == ROWS and not lack_data_source(answers.files):
         remarks.append("each row's data_source selects its scorer: docs/rewards.md has the list")
     return remarks

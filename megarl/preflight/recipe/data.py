@@ -54,18 +54,25 @@ def data_errors(data: DataConfig) -> Iterator[RecipeError]:
     for name, file in files_of(data):
         if file.startswith(hub.PREFIX):
             yield from _hub_name_errors(name, file)
-        elif file.startswith("~"):
-            yield RecipeError(name, "~ is not expanded", f"write {os.path.expanduser(file)}", value=file)
-        elif os.path.isdir(file):
-            yield RecipeError(name, f"{file} is a folder", "list its files", value=file)
-        elif {*"*?["} & {*file} and not os.path.exists(file):
-            yield RecipeError(name, "patterns are not expanded", "list the files", value=file)
+        elif (wrong := path_problem(file)) is not None:
+            yield RecipeError(name, *wrong, value=file)
         elif not file.endswith((".parquet", ".jsonl")):
             problem = f"{file} is neither .parquet nor .jsonl"
             remedy = "convert it to one of these, as docs/data.md shows"
             if not os.path.exists(file) and _SPLIT.fullmatch(file):
                 remedy += f"; for rows on the hub write hf://{file}"
             yield RecipeError(name, problem, remedy, value=file)
+
+
+def path_problem(file: str) -> tuple[str, str] | None:
+    """Return (problem, remedy) for a path that names no single file; None for others, which need not exist."""
+    if file.startswith("~"):
+        return "~ is not expanded", f"write {os.path.expanduser(file)}"
+    if os.path.isdir(file):
+        return "this is a folder", "list its files"
+    if {*"*?["} & {*file} and not os.path.exists(file):
+        return "patterns are not expanded", "list the files"
+    return None
 
 
 def _hub_name_errors(setting: str, file: str) -> Iterator[RecipeError]:

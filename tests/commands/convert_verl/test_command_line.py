@@ -11,6 +11,7 @@ import yaml
 from megarl import load_recipe
 from megarl.cli import app
 from megarl.commands.convert_verl.command import convert
+from megarl.commands.convert_verl.open_settings import next_command
 from megarl.exit_status import guarded
 from tests.commands.convert_verl.test_convert import DOCUMENTS, GRPO, SCRIPT, VALUES
 
@@ -48,6 +49,13 @@ class TestPublishedScripts:
         assert (first.actor.mini_batches, first.rollout.engines, first.algorithm.kl_coef) == (2, 4, 0.001)
         assert (large.actor.mini_batches, large.cluster.trainers, large.rollout.tensor_parallel) == (1, 16, 4)
         assert large.train.steps == 15 * (7473 // 16)
+
+
+def test_the_next_command_works_once_what_is_open_is_given() -> None:
+    plan, out = "python -m megarl plan 'a b.yaml'", Path("a b.yaml")
+    assert next_command("# Hardware: H100, 1 x 8\nmodel: {path: m}", out) == plan
+    assert next_command("# a: ???\n# Hardware: MACHINE, 1 x 8\n", out) == f"{plan} --device NAME (such as H100 or 910B)"
+    assert next_command("model:\n  path: ???\n", out) == f"write the values that are ???, then {plan}"
 
 
 class TestCommandLine:

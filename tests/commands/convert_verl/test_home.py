@@ -48,8 +48,8 @@ def test_a_tilde_that_bash_leaves_in_an_argument_is_the_home_folder() -> None:
     assert "data.train_files, model.path: ~ is /h, as on the machine of this conversion" in converted.notes
 
 
-@pytest.mark.parametrize("name", ["nodes", "n_gpus_per_node", "NNODES"])
+@pytest.mark.parametrize("name", ["nodes", "n_gpus_per_node", "NNODES", "model_engine"])
 def test_a_part_of_an_option_is_no_variable(name: str) -> None:
     """`nodes=1` would be ignored."""
     with pytest.raises(InputError, match=f"{name}=...: the script has no such variable"):
-        convert(f"NODES=2\n{MAIN} trainer.nodes=$NODES trainer.n_gpus_per_node=8", [f"{name}=1"])
+        convert(f"NODES=2\n{MAIN} trainer.nodes=$NODES trainer.n_gpus_per_node=8 model_engine=fsdp", [f"{name}=1"])

@@ -88,7 +88,7 @@ def test_files() -> None:
     assert check_files("a.parquet, hf://org/name/train,b.jsonl") == ("a.parquet", "hf://org/name/train", "b.jsonl")
     problems = {
         "data/*.parquet": r"data/\*\.parquet: patterns are not expanded; list the files",
-        "~/a.jsonl": "~ is not expanded, write /",
+        "~/a.jsonl": "~ is not expanded; write /",
         "a.csv": "neither in .parquet nor in .jsonl",
         " , ": "at least one file",
         "s3://bucket/a.parquet": "s3://bucket/a.parquet is neither a file on this machine",

@@ -42,7 +42,10 @@ def test_known_columns_are_written(task: str, answer: str, capsys: Capture) -> N
     recipe = written(task, GSM8K)
     assert recipe.data.columns == {"prompt": "question", answer: "answer"}
     assert recipe.reward.function == (None if task == "sft" else "gsm8k"), "its rows have no data_source"
-    assert f"data.columns is that of openai/gsm8k: prompt: question, {answer}: answer" in capsys.readouterr().out
+    assert (
+        f"data.columns has the column names of openai/gsm8k: prompt: question, {answer}: answer"
+        in capsys.readouterr().out
+    )
 
 
 def test_rows_without_a_data_source(capsys: Capture) -> None:
@@ -128,7 +131,7 @@ def test_a_file_that_cannot_be_read_is_refused() -> None:
     Path("b.jsonl").mkdir()
     problems = {
         "a.parquet": r"--data: a\.parquet is not a readable parquet",
-        "b.jsonl": r"--data: b\.jsonl is a folder",
+        "b.jsonl": r"--data: b\.jsonl: this is a folder; list its files",
     }
     for file, problem in problems.items():
         with pytest.raises(InputError, match=problem):
